@@ -1,0 +1,1 @@
+"""Folders and files that outlive a run and are shared between runs."""

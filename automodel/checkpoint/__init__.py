@@ -1,0 +1,1 @@
+"""Checkpoints that survive a kill: written whole, flushed to the disk, and only then pointed at."""

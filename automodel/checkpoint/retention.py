@@ -1,0 +1,45 @@
+"""Which checkpoints may go: only complete, canonical ones that are old and that nothing points at."""
+
+import logging
+import shutil
+from pathlib import Path
+
+from automodel.checkpoint.directories import (
+    LATEST,
+    LOWEST_VAL,
+    find_complete_checkpoints,
+    list_automodel_checkpoints,
+    mark_checkpoint_incomplete,
+    read_checkpoint_pointer,
+)
+
+__all__ = ["prune_checkpoints"]
+
+logger = logging.getLogger(__name__)
+
+
+def prune_checkpoints(ckpt_root: Path, *, keep: int) -> list[Path]:
+    """Remove all but the `keep` newest complete checkpoints, sparing the targets of LATEST and LOWEST_VAL.
+
+    Remains of interrupted saves that are older than the newest complete checkpoint go too.
+
+    Returns:
+        The directories that were removed.
+    """
+    complete = find_complete_checkpoints(ckpt_root)
+    if not complete:
+        return []
+    pointers = (read_checkpoint_pointer(ckpt_root, name) for name in (LATEST, LOWEST_VAL))
+    spared = {path.resolve() for path in (*complete[-keep:], *pointers) if path is not None}
+    everything = list_automodel_checkpoints(ckpt_root)
+    removed = []
+    for path in everything[: everything.index(complete[-1])]:
+        if path.resolve() in spared:
+            continue
+        # Marked first: a removal that is killed midway leaves no directory that looks complete.
+        mark_checkpoint_incomplete(path)
+        shutil.rmtree(path)
+        removed.append(path)
+    if removed:
+        logger.info("removed %d old checkpoint(s): %s", len(removed), ", ".join(path.name for path in removed))
+    return removed

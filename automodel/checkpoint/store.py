@@ -1,0 +1,276 @@
+"""Saving and restoring a run: one directory per checkpoint, in the layout that users of the reference system know.
+
+epoch_<E>_step_<S>/
+  checkpoint.json (format, version, step, epoch, model signature)  config.yaml (redacted)  losses.json
+  model/shard-*.safetensors  model/consolidated/ (readable by transformers)  optim/ (DCP)
+  step_scheduler.pt  rng/rng_global_rank_<R>.pt  dataloader/dataloader_dp_rank_<R>.pt
+"""
+
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+
+from automodel.checkpoint import tensors
+from automodel.checkpoint.directories import (
+    LATEST,
+    LOWEST_VAL,
+    MANIFEST,
+    checkpoint_name,
+    clear_checkpoint_incomplete,
+    find_complete_checkpoints,
+    find_latest_checkpoint,
+    is_checkpoint_incomplete,
+    mark_checkpoint_incomplete,
+    point_to,
+    read_checkpoint_pointer,
+    resolve_restore_from_to_checkpoint_dir,
+    sync_directory,
+)
+from automodel.checkpoint.retention import prune_checkpoints
+from automodel.config.sections import refuse, setting
+
+__all__ = ["FORMAT_VERSION", "CheckpointConfig", "CheckpointSaveError", "Checkpointer", "RunState"]
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Recipe section `checkpoint`."""
+
+    enabled: bool = setting(True, "save checkpoints and resume from them")
+    checkpoint_dir: str | None = setting(None, "folder of the checkpoints; null: checkpoints/ in the run folder")
+    model_save_format: Literal["safetensors", "torch_save"] = setting(
+        "safetensors", "format of the model's tensors", off=("safetensors",)
+    )
+    save_consolidated: bool | Literal["final", "every"] = setting(
+        "final", "which checkpoints also hold a copy that transformers loads: false, final, every (true)"
+    )
+    is_async: bool | None = setting(None, "write in the background", off=(None, False))
+    max_recent_checkpoints: int | None = setting(None, "complete checkpoints to keep besides the pointed-at; null: all")
+    best_metric_key: str = setting("val_loss", "validation metric that LOWEST_VAL follows")
+    restore_from: str | None = setting(None, "LATEST, LOWEST_VAL, a checkpoint's name or path; null: the newest")
+    staging_dir: str | None = setting(None, "local folder that saves go through", off=(None,))
+    dequantize_base_checkpoint: bool | None = setting(None, "load a quantized base model", off=(None, False))
+
+    def __post_init__(self) -> None:
+        if self.max_recent_checkpoints is not None and self.max_recent_checkpoints < 1:
+            raise refuse("checkpoint.max_recent_checkpoints", self.max_recent_checkpoints, "positive or null")
+
+    def wants_consolidated(self, *, final: bool) -> bool:
+        """Whether a checkpoint, the run's last one or not, also holds the copy for transformers."""
+        match self.save_consolidated:
+            case False:
+                return False
+            case "final":
+                return final
+            case _:
+                return True
+
+
+class CheckpointSaveError(RuntimeError):
+    """A checkpoint could not be written; the message names it and the last good one, which is untouched."""
+
+
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Everything that a checkpoint carries of a run on this rank."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step_scheduler: _Stateful
+    rng: _Stateful
+    dataloader: _Stateful
+    tokenizer: Any = None
+
+
+class Checkpointer:
+    """Saves, finds and restores the checkpoints in one folder."""
+
+    def __init__(self, config: CheckpointConfig, *, root: Path, config_text: str, rank: int = 0) -> None:
+        """Use the folder `root`, which need not exist yet.
+
+        Args:
+            config: The recipe section.
+            root: Folder of the checkpoints.
+            config_text: The run's redacted configuration, kept with each checkpoint.
+            rank: This process's rank.
+        """
+        self.root = root
+        self._config = config
+        self._config_text = config_text
+        self._rank = rank
+
+    def find_resumable(self, model: nn.Module) -> Path | None:
+        """Return the checkpoint that the run should start from, or None for a fresh start.
+
+        The recipe's restore_from decides; without it, the newest complete checkpoint of the same model. A newer one of
+        another model is passed over with a warning.
+
+        Raises:
+            FileNotFoundError, RuntimeError: restore_from names no usable checkpoint.
+        """
+        if self._config.restore_from is not None:
+            return resolve_restore_from_to_checkpoint_dir(self.root, self._config.restore_from)
+        newest = find_latest_checkpoint(self.root)
+        others = [path for path in reversed(find_complete_checkpoints(self.root)) if path != newest]
+        for path in [newest, *others] if newest is not None else []:
+            if _holds(path, model):
+                return path
+            logger.warning("%s holds another model and is not resumed", path)
+        return None
+
+    def restore(self, checkpoint: Path, state: RunState) -> None:
+        """Load a checkpoint into the objects of a run.
+
+        Raises:
+            ValueError: it holds another model, or is of a newer format.
+        """
+        if not _holds(checkpoint, state.model):
+            other = _read_manifest(checkpoint)["model_class"]
+            raise ValueError(f"{checkpoint} holds another model (a {other}) than the one that the recipe builds")
+        tensors.load_model(state.model, checkpoint / "model")
+        tensors.load_optimizer(state.model, state.optimizer, checkpoint / "optim")
+        state.dataloader.load_state_dict(_load(checkpoint / f"dataloader/dataloader_dp_rank_{self._rank}.pt"))
+        state.step_scheduler.load_state_dict(_load(checkpoint / "step_scheduler.pt"))
+        # The random state last: nothing that runs after it may draw numbers.
+        state.rng.load_state_dict(_load(checkpoint / f"rng/rng_global_rank_{self._rank}.pt"))
+
+    def save(self, state: RunState, *, losses: Mapping[str, float], final: bool) -> Path:
+        """Write a checkpoint of the step that just ran, point LATEST (and LOWEST_VAL) to it, and drop old ones.
+
+        Args:
+            state: The run.
+            losses: Metrics of this step, such as `train_loss` and `val_loss`; kept in losses.json.
+            final: Whether this is the run's last checkpoint.
+
+        Raises:
+            CheckpointSaveError: the disk is full or another write failed; earlier checkpoints are untouched.
+        """
+        scheduler = state.step_scheduler.state_dict()
+        directory = self.root / checkpoint_name(epoch=scheduler["epoch"], step=scheduler["step"])
+        try:
+            self._make_room(directory, state.model)
+            self._write(directory, state, losses=losses, final=final)
+        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+            last = find_latest_checkpoint(self.root) if self.root.is_dir() else None
+            raise CheckpointSaveError(
+                f"the checkpoint {directory} could not be written: {error}; "
+                f"the last good checkpoint is {last if last is not None else 'none'}"
+            ) from error
+        point_to(directory, LATEST)
+        self._follow_lowest(directory, losses)
+        if self._config.max_recent_checkpoints is not None:
+            prune_checkpoints(self.root, keep=self._config.max_recent_checkpoints)
+        return directory
+
+    def _make_room(self, directory: Path, model: nn.Module) -> None:
+        """Make an empty, marked directory; a complete checkpoint of another model that stands there is moved aside."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        if directory.is_dir() and not is_checkpoint_incomplete(directory) and not _holds(directory, model):
+            aside = _free_name(directory)
+            logger.warning("%s holds another model; it is kept as %s", directory, aside.name)
+            directory.rename(aside)
+        directory.mkdir(exist_ok=True)
+        mark_checkpoint_incomplete(directory)
+        sync_directory(self.root)
+        for entry in directory.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif not entry.name.startswith("."):
+                entry.unlink()
+
+    def _write(self, directory: Path, state: RunState, *, losses: Mapping[str, float], final: bool) -> None:
+        tensors.save_model(state.model, directory / "model")
+        tensors.save_optimizer(state.model, state.optimizer, directory / "optim")
+        if self._config.wants_consolidated(final=final):
+            tensors.save_consolidated(state.model, state.tokenizer, directory / "model" / "consolidated")
+        scheduler = state.step_scheduler.state_dict()
+        _save(state.rng.state_dict(), directory / f"rng/rng_global_rank_{self._rank}.pt")
+        _save(state.dataloader.state_dict(), directory / f"dataloader/dataloader_dp_rank_{self._rank}.pt")
+        _save(scheduler, directory / "step_scheduler.pt")
+        (directory / "config.yaml").write_text(self._config_text, encoding="utf-8")
+        _write_json(dict(losses), directory / "losses.json")
+        manifest = {
+            "format": "automodel-checkpoint",
+            "version": FORMAT_VERSION,
+            "step": scheduler["step"],
+            "epoch": scheduler["epoch"],
+            "model_class": type(state.model).__name__,
+            "model_signature": tensors.model_signature(state.model),
+            "torch": torch.__version__,
+        }
+        _write_json(manifest, directory / MANIFEST)
+        _sync_tree(directory)
+        clear_checkpoint_incomplete(directory)
+
+    def _follow_lowest(self, directory: Path, losses: Mapping[str, float]) -> None:
+        value = losses.get(self._config.best_metric_key)
+        if value is None or not math.isfinite(value):
+            return
+        best = read_checkpoint_pointer(self.root, LOWEST_VAL)
+        if best is not None and best != directory:
+            lowest = json.loads((best / "losses.json").read_text()).get(self._config.best_metric_key, math.inf)
+            if lowest <= value:
+                return
+        point_to(directory, LOWEST_VAL)
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    if manifest["version"] > FORMAT_VERSION:
+        raise ValueError(f"{checkpoint} has format version {manifest['version']}, newer than {FORMAT_VERSION}")
+    return manifest
+
+
+def _holds(checkpoint: Path, model: nn.Module) -> bool:
+    return bool(_read_manifest(checkpoint)["model_signature"] == tensors.model_signature(model))
+
+
+def _free_name(directory: Path) -> Path:
+    number = 1
+    while (aside := directory.with_name(f"{directory.name}.other-{number}")).exists():
+        number += 1
+    return aside
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def _write_json(value: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _sync_tree(root: Path) -> None:
+    for folder, _, files in os.walk(root):
+        for name in files:
+            with (Path(folder) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(folder))
+    sync_directory(root.parent)

@@ -1,0 +1,1 @@
+"""The command line; a sub-command imports what it needs only when it runs."""

@@ -1,0 +1,122 @@
+"""`automodel run RECIPE`: train, or print what would be trained."""
+
+import argparse
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from automodel.config.loader import ConfigNode
+    from automodel.recipes.llm import TrainFinetuneRecipeForNextTokenPrediction as Recipe
+
+__all__ = ["add_arguments", "run"]
+
+_FAILED = 1
+_USAGE_ERROR = 2
+_INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; everything else of the form --section.key is an override of the recipe."""
+    parser.usage = "automodel run RECIPE [options] [--section.key value ...]"
+    parser.epilog = (
+        "Any value of the recipe can be replaced: --optimizer.lr 1e-3, --optimizer.lr=1e-3, "
+        "--model.config.hidden_size 512; --flag alone means true."
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan and train nothing")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of the run; one that exists is continued (default: a new one, runs/RECIPE_DATE-TIME)",
+    )
+    parser.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="processes on this machine")
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, or print the plan; returns the exit status."""
+    # The classes of errors that say that the recipe, a file or the environment is wrong, and not the program.
+    mistakes = (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError, AssertionError)
+    try:
+        config = _load(args)
+        if args.dry_run:
+            return _print_plan(config, args)
+        recipe = _set_up(config, args)
+    except mistakes as error:
+        return _complain(error, status=_USAGE_ERROR, with_traceback=args.traceback)
+    except RuntimeError as error:
+        return _complain(error, status=_FAILED, with_traceback=args.traceback)
+    except KeyboardInterrupt:
+        return _complain(KeyboardInterrupt("interrupted"), status=_INTERRUPTED, with_traceback=False)
+    return _train(recipe, args)
+
+
+def _load(args: argparse.Namespace) -> "ConfigNode":
+    """Read the recipe and apply the overrides; imports neither torch nor transformers."""
+    from automodel.config.loader import load_yaml_config
+    from automodel.config.overrides import apply_overrides, parse_overrides
+    from automodel.config.sections import NotAvailableYetError
+    from automodel.recipes.catalogue import find_recipe
+
+    if args.nproc_per_node != 1:
+        raise NotAvailableYetError(f"--nproc-per-node {args.nproc_per_node} is not available yet: one process only")
+    config = load_yaml_config(find_recipe(args.recipe))
+    apply_overrides(config, parse_overrides(args.overrides))
+    return config
+
+
+def _print_plan(config: "ConfigNode", args: argparse.Namespace) -> int:
+    from automodel.recipes.plan import make_plan
+
+    for line in make_plan(config, run_dir=args.run_dir).lines():
+        print(line)
+    return 0
+
+
+def _set_up(config: "ConfigNode", args: argparse.Namespace) -> "Recipe":
+    from automodel.observe.run_folder import RunFolder
+    from automodel.observe.timeline import Timeline
+    from automodel.recipes.sections import build_sections
+
+    recipe_class = build_sections(config).recipe
+    timeline = Timeline(started=args.started)
+    if args.run_dir is not None:
+        folder = RunFolder(args.run_dir)
+    else:
+        folder = RunFolder.make_new(Path("runs"), Path(args.recipe).stem)
+    print(f"run folder: {folder.path}", flush=True)
+    recipe: Recipe = recipe_class(config, run_folder=folder, timeline=timeline)
+    recipe.setup()
+    return recipe
+
+
+def _train(recipe: "Recipe", args: argparse.Namespace) -> int:
+    from automodel.checkpoint.store import CheckpointSaveError
+    from automodel.training.loss import NonFiniteLossError
+
+    try:
+        outcome = recipe.run_train_validation_loop()
+    except (NonFiniteLossError, CheckpointSaveError) as error:
+        return _complain(error, status=_FAILED, with_traceback=args.traceback)
+    except KeyboardInterrupt:
+        second = KeyboardInterrupt("interrupted twice; the last checkpoint is the one before")
+        return _complain(second, status=_INTERRUPTED, with_traceback=False)
+    losses = ", ".join(f"{name} {value:.4f}" for name, value in outcome.losses.items())
+    print(f"{outcome.status}: {outcome.steps_run} steps run{', ' + losses if losses else ''}")
+    print(f"report: {recipe.folder.report_file}")
+    return 0
+
+
+def _complain(error: BaseException, *, status: int, with_traceback: bool) -> int:
+    """Print an expected error as a message, with the notes that say where in the recipe it belongs."""
+    if with_traceback:
+        traceback.print_exception(error)
+        return status
+    text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
+    print(f"error: {text or type(error).__name__}", file=sys.stderr)
+    for note in getattr(error, "__notes__", ()):
+        print(f"  {note}", file=sys.stderr)
+    return status

@@ -1,0 +1,1 @@
+"""Configuration: YAML recipes, typed scalars, environment placeholders, targets, overrides and section schemas."""

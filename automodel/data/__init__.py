@@ -1,0 +1,1 @@
+"""Datasets, tokenizers, collation and the data loader; each module is imported by its own name."""

@@ -1,0 +1,1 @@
+"""Processes and devices: what the launcher says, and the recipe's `distributed` and `dist_env` sections."""

@@ -1,0 +1,1 @@
+"""Models: loading them from transformers, describing their parameters and their memory."""

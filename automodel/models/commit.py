@@ -1,0 +1,68 @@
+"""Which commit of a Hub repository a load reads.
+
+A branch name such as "main" is a file in the shared cache that any other job may rewrite between two reads. A load
+therefore asks for the commit once, with the Hub's ordinary freshness check, and names that commit from then on.
+"""
+
+import re
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import PreTrainedConfig
+from transformers.utils.hub import cached_file, extract_commit_hash
+
+__all__ = ["carried_commit", "hub_options", "is_commit", "select_commit"]
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def hub_options(**options: Any) -> dict[str, Any]:
+    """The download options that are set: revision, cache_dir, subfolder, token, local_files_only and so on."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def is_commit(revision: str | None) -> bool:
+    """Whether a revision is a full commit hash, which never moves, and not the name of a branch or a tag."""
+    return revision is not None and _COMMIT.fullmatch(revision) is not None
+
+
+def carried_commit(config: PreTrainedConfig, name_or_path: str | PathLike[str]) -> str | None:
+    """The commit that a configuration was read at, if it came from the repository `name_or_path`; otherwise None."""
+    if config.name_or_path != str(name_or_path):
+        return None
+    commit: str | None = getattr(config, "_commit_hash", None)
+    return commit
+
+
+def select_commit(
+    name_or_path: str | PathLike[str], *, filename: str = "config.json", hub_options: Mapping[str, Any]
+) -> str | None:
+    """Find, and download where needed, a repository's file, and return the commit that it came from.
+
+    Args:
+        name_or_path: A Hub repository, or a local folder or file.
+        filename: The file that decides.
+        hub_options: The download options: revision, cache_dir, subfolder, token, local_files_only, force_download,
+            proxies.
+
+    Returns:
+        The full commit hash; None for a local path and for a repository without that file.
+
+    Raises:
+        OSError: the repository or the revision cannot be found, online or in the cache.
+    """
+    name = str(name_or_path)
+    subfolder = hub_options.get("subfolder") or ""
+    if Path(name).exists() or (Path(subfolder) / name).is_file():
+        return None
+    try:
+        # The path that the download returns names the commit it chose; a second look at the branch could differ.
+        path: str | None = hf_hub_download(name, filename, **{**hub_options, "subfolder": subfolder or None})
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+        # transformers words these errors better, and for some of them it still finds the file in the cache.
+        path = cached_file(name, filename, **hub_options)
+    return extract_commit_hash(path, None)

@@ -1,0 +1,51 @@
+"""Sample completions, to see what a model has learned."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from automodel.models.auto import quiet_kernel_fallbacks
+
+__all__ = ["complete"]
+
+
+@torch.no_grad()
+def complete(
+    model: nn.Module, tokenizer: Any, prompt: str, *, max_new_tokens: int = 48, temperature: float = 0.7, seed: int = 0
+) -> str:
+    """Return `prompt` with the text that the model continues it by.
+
+    Each token is drawn from softmax(logits / temperature) over the whole sequence so far, by a generator of its own:
+    global random state is neither read nor changed. It ends early at the tokenizer's end-of-text token.
+
+    Args:
+        model: A causal language model; in evaluation mode meanwhile.
+        tokenizer: A transformers tokenizer.
+        prompt: The beginning; must hold at least one token.
+        max_new_tokens: The longest continuation.
+        temperature: Positive; lower is more certain.
+        seed: Of the draws.
+
+    Raises:
+        ValueError: the prompt holds no token.
+    """
+    device = next(model.parameters()).device
+    ids = torch.tensor([tokenizer.encode(prompt)], device=device)
+    if ids.numel() == 0:
+        raise ValueError(f"the prompt {prompt!r} holds no token")
+    generator = torch.Generator().manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    try:
+        with quiet_kernel_fallbacks():
+            for _ in range(max_new_tokens):
+                logits = model(input_ids=ids, use_cache=False).logits[0, -1].float().cpu()
+                token = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
+                if int(token) == tokenizer.eos_token_id:
+                    break
+                ids = torch.cat([ids, token.to(device)[None]], dim=1)
+    finally:
+        model.train(was_training)
+    text: str = tokenizer.decode(ids[0])
+    return text

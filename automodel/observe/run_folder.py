@@ -1,0 +1,89 @@
+"""The folder that a run leaves behind: where each file is, how it is named, and who may write in it."""
+
+import fcntl
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Self
+
+__all__ = ["RunFolder", "RunFolderBusyError"]
+
+CONFIG_HEADER = "# automodel run configuration, version 1; secrets are placeholders or redacted\n"
+
+
+class RunFolderBusyError(RuntimeError):
+    """Another process is training in the folder."""
+
+
+class RunFolder:
+    """One run's folder; it is locked against a second process until `close`, or until this process ends.
+
+    Attributes:
+        path: The folder.
+        is_continued: Whether an earlier run left something in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Make the folder, or open the one that is there.
+
+        Raises:
+            OSError: it cannot be made or written.
+            RunFolderBusyError: another process is training in it.
+        """
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise RunFolderBusyError(f"another process is training in {path}") from None
+        self.is_continued = self.config_file.exists()
+
+    @classmethod
+    def make_new(cls, parent: Path, stem: str) -> Self:
+        """Make a folder that did not exist: `<stem>_<date>-<time>`, with a number where that is taken."""
+        name = f"{stem}_{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+        parent.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = parent / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir()
+            except FileExistsError:
+                number += 1
+            else:
+                return cls(path)
+
+    @property
+    def config_file(self) -> Path:
+        """The redacted configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def training_file(self) -> Path:
+        """One JSON row per step."""
+        return self.path / "training.jsonl"
+
+    @property
+    def validation_file(self) -> Path:
+        """One JSON row per validation."""
+        return self.path / "validation.jsonl"
+
+    @property
+    def report_file(self) -> Path:
+        """The page with the curves."""
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoints, unless the recipe puts them elsewhere."""
+        return self.path / "checkpoints"
+
+    def write_config(self, text: str) -> None:
+        """Save the redacted configuration."""
+        self.config_file.write_text(CONFIG_HEADER + text, encoding="utf-8")
+
+    def close(self) -> None:
+        """Let another process use the folder."""
+        os.close(self._lock)

@@ -1,0 +1,1 @@
+"""Recipes: what a YAML file may say, and the jobs that it describes."""

@@ -1,0 +1,315 @@
+"""The training loop: steps, validations, checkpoints, metrics and the report, until the end or a stop signal."""
+
+import gc
+import logging
+import math
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from automodel.checkpoint.directories import find_latest_checkpoint
+from automodel.checkpoint.store import Checkpointer, RunState
+from automodel.models.auto import quiet_kernel_fallbacks
+from automodel.models.generation import complete
+from automodel.models.inspection import summarize_parameters
+from automodel.observe.environment import collect_environment, flatten_environment
+from automodel.observe.metrics import MetricsWriter, TrainingRow, ValidationRow, read_rows, utc_timestamp
+from automodel.observe.progress import Progress
+from automodel.observe.report import write_report
+from automodel.observe.run_folder import RunFolder
+from automodel.observe.timeline import PhaseClock, Timeline
+from automodel.recipes.parts import Data
+from automodel.recipes.sections import RecipeSections
+from automodel.training.loss import NonFiniteLossError
+from automodel.training.signals import StopSignals
+from automodel.training.step import StepResult, TrainStep, evaluate
+from automodel.training.step_scheduler import StepScheduler
+
+__all__ = ["RunOutcome", "TrainingJob", "TrainingLoop"]
+
+logger = logging.getLogger(__name__)
+
+_NAMED_FILES = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """Everything that the loop works with, built and restored."""
+
+    sections: RecipeSections
+    folder: RunFolder
+    config_text: str
+    timeline: Timeline
+    stream: TextIO
+    device: torch.device
+    dtype: torch.dtype
+    data: Data
+    loss_fn: Callable[..., Tensor]
+    train_step: TrainStep
+    scheduler: StepScheduler
+    state: RunState
+    checkpointer: Checkpointer | None
+    restored_from: Path | None
+
+
+@dataclass(kw_only=True)
+class RunOutcome:
+    """How a run ended.
+
+    `status` is for people; `losses` holds `train_loss` and `val_loss` of the last step where they are known.
+    """
+
+    status: str = "running"
+    steps_run: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+    sample: str | None = None
+    checkpoint: Path | None = None
+
+
+class TrainingLoop:
+    """Runs a job once."""
+
+    def __init__(self, job: TrainingJob) -> None:
+        """Prepare to run `job`; nothing is written yet."""
+        self._job = job
+        self._scheduler = job.scheduler
+        self._outcome = RunOutcome(checkpoint=job.restored_from)
+        self._signals = StopSignals()
+        self._clock = PhaseClock()
+        self._started = time.monotonic()
+
+    def run(self) -> RunOutcome:
+        """Train to the last step or to a stop signal, and leave the report behind, whatever happens.
+
+        Raises:
+            NonFiniteLossError: a loss was not finite and the recipe does not skip such batches.
+            CheckpointSaveError: a checkpoint could not be written.
+        """
+        job, scheduler = self._job, self._scheduler
+        with ExitStack() as stack:
+            stack.enter_context(self._signals)
+            if job.device.type == "cpu":
+                stack.enter_context(quiet_kernel_fallbacks())
+            self._training = stack.enter_context(MetricsWriter(job.folder.training_file))
+            self._validation = stack.enter_context(MetricsWriter(job.folder.validation_file))
+            self._progress = Progress(job.stream, first_step=scheduler.step + 1, last_step=scheduler.total_steps - 1)
+            stack.callback(self._progress.close)
+            if job.sections.step_scheduler.gc_every_steps is not None:
+                gc.disable()
+                stack.callback(gc.enable)
+            try:
+                self._run_steps()
+            except BaseException as error:
+                self._outcome.status = f"failed: {error or type(error).__name__}"
+                raise
+            finally:
+                self._report()
+        return self._outcome
+
+    def _run_steps(self) -> None:
+        job, scheduler = self._job, self._scheduler
+        if scheduler.finished:
+            self._outcome.status = "already complete"
+            return
+        if scheduler.step < 0 and job.sections.step_scheduler.val_at_start:
+            with job.timeline.phase("first validation"):
+                self._validate()
+        for batches in self._batches():
+            if self._stop_before_step():
+                return
+            with job.timeline.phase("first step") if self._outcome.steps_run == 0 else nullcontext():
+                result = self._step(batches)
+            self._after_step(result)
+            if self._signals.received is not None:
+                self._outcome.status = f"stopped by {self._signals.received.name}"
+                return
+        self._complete_sample()
+        self._outcome.status = "finished"
+
+    def _stop_before_step(self) -> bool:
+        """Whether a signal came before the first step, when there is nothing to save."""
+        if self._signals.received is None or self._outcome.steps_run > 0:
+            return False
+        self._outcome.status = f"stopped by {self._signals.received.name} before the first step"
+        return True
+
+    def _batches(self) -> Iterator[list[dict[str, Any]]]:
+        """The micro-batches of each step that is left, the wait for them timed."""
+        steps = self._scheduler.steps(self._job.data.loader)
+        while True:
+            with self._clock.phase("data"):
+                batches = next(steps, None)
+            if batches is None:
+                return
+            yield batches
+
+    def _step(self, batches: list[dict[str, Any]]) -> StepResult:
+        step = self._scheduler.step
+        began = time.monotonic()
+        result = self._job.train_step.run(batches, step=step, phase=self._clock.phase)
+        seconds = self._clock.take()
+        if not result.applied:
+            self._handle_nonfinite(result, batches)
+        time_step = time.monotonic() - began + seconds.get("data", 0.0)
+        row = TrainingRow(
+            step=step,
+            epoch=self._scheduler.epoch,
+            timestamp=utc_timestamp(),
+            loss=_finite(result.loss),
+            grad_norm=_finite(result.grad_norm),
+            lr=result.lr,
+            mem=self._peak_memory(),
+            tps=result.num_tokens / time_step,
+            tps_per_gpu=result.num_tokens / time_step,
+            mfu=None,
+            num_tokens_per_step=result.num_tokens,
+            num_label_tokens=result.num_label_tokens,
+            time_data=seconds.get("data", 0.0),
+            time_forward=seconds.get("forward", 0.0),
+            time_backward=seconds.get("backward", 0.0),
+            time_optimizer=seconds.get("optimizer", 0.0),
+            time_step=time_step,
+            skipped=not result.applied,
+        )
+        self._outcome.steps_run += 1
+        self._training.append(row)
+        self._progress.step(row)
+        return result
+
+    def _after_step(self, result: StepResult) -> None:
+        """Validate, save and collect garbage where that is due; a stop signal brings a checkpoint too."""
+        scheduler = self._scheduler
+        self._outcome.losses = {"train_loss": result.loss}
+        if scheduler.is_validation_due and self._signals.received is None:
+            self._validate(lr=result.lr)
+        if scheduler.is_checkpoint_due or self._signals.received is not None:
+            self._save()
+        if scheduler.is_gc_due:
+            gc.collect()
+
+    def _handle_nonfinite(self, result: StepResult, batches: list[dict[str, Any]]) -> None:
+        """Stop, or say what is skipped: a loss or gradient norm was NaN or infinite, and nothing was updated."""
+        job = self._job
+        files = _source_files(job.data.dataset, batches)
+        named = ", ".join(files[:_NAMED_FILES]) or "unknown"
+        more = f" and {len(files) - _NAMED_FILES} more" if len(files) > _NAMED_FILES else ""
+        what = f"step {self._scheduler.step}: the loss is {result.loss}, the gradient norm {result.grad_norm}"
+        if job.sections.step_scheduler.nonfinite_loss == "skip":
+            logger.warning("%s; the batch is skipped (files: %s%s)", what, named, more)
+            return
+        last = None if job.checkpointer is None else find_latest_checkpoint(job.checkpointer.root)
+        raise NonFiniteLossError(
+            f"{what}; files of the batch: {named}{more}; last good checkpoint: {last or 'none'}; "
+            "step_scheduler.nonfinite_loss: skip would leave such batches out"
+        )
+
+    def _validate(self, *, lr: float = 0.0) -> None:
+        job = self._job
+        if job.data.validation_loader is None:
+            return
+        began = time.monotonic()
+        evaluation = evaluate(
+            job.state.model,
+            job.loss_fn,
+            job.data.validation_loader,
+            dtype=job.dtype,
+            device=job.device,
+            should_stop=lambda: self._signals.received is not None,
+        )
+        if evaluation is None:
+            return
+        seconds = time.monotonic() - began
+        row = ValidationRow(
+            step=self._scheduler.step,
+            epoch=self._scheduler.epoch,
+            timestamp=utc_timestamp(),
+            val_loss=_finite(evaluation.loss),
+            lr=lr,
+            mem=self._peak_memory(),
+            tps=evaluation.num_label_tokens / seconds,
+            num_label_tokens=evaluation.num_label_tokens,
+            time_validation=seconds,
+        )
+        self._outcome.losses["val_loss"] = evaluation.loss
+        self._validation.append(row)
+        self._progress.validation(row)
+
+    def _save(self) -> None:
+        job = self._job
+        if job.checkpointer is None:
+            return
+        began = time.monotonic()
+        self._outcome.checkpoint = job.checkpointer.save(
+            job.state, losses=self._outcome.losses, final=self._scheduler.finished
+        )
+        seconds = time.monotonic() - began
+        self._progress.message(f"checkpoint {self._outcome.checkpoint} saved in {seconds:.1f} s")
+        self._report()
+
+    def _complete_sample(self) -> None:
+        job = self._job
+        prompt = getattr(job.data.validation_dataset, "sample_prompt", None)
+        if prompt is not None and job.state.tokenizer is not None:
+            self._outcome.sample = complete(job.state.model, job.state.tokenizer, prompt)
+            self._progress.message(f"sample completion:\n{self._outcome.sample}")
+
+    def _peak_memory(self) -> float:
+        """GiB: the allocator's peak on a GPU, this process's peak resident size on a CPU."""
+        if self._job.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._job.device) / 2**30
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+    def _report(self) -> None:
+        """Write the page; it tells about the run, so that a failure to write it must not change how the run ends."""
+        job, outcome = self._job, self._outcome
+        try:
+            write_report(
+                job.folder.report_file,
+                title=job.folder.path.name,
+                training=read_rows(job.folder.training_file),
+                validation=read_rows(job.folder.validation_file),
+                startup=job.timeline.phases,
+                config_text=job.config_text,
+                environment=flatten_environment(collect_environment()),
+                sample=outcome.sample,
+                status=outcome.status,
+                facts=self._facts(),
+            )
+        except OSError:
+            logger.exception("the report %s could not be written", job.folder.report_file)
+
+    def _facts(self) -> dict[str, str]:
+        job = self._job
+        model = job.state.model
+        parameters = summarize_parameters(model)
+        return {
+            "Model": type(model).__name__,
+            "Parameters": f"{parameters.total:,} ({parameters.trainable:,} trainable)",
+            "Device": str(job.device),
+            "Computation": str(job.dtype).removeprefix("torch."),
+            "Samples per step": str(job.sections.step_scheduler.global_batch_size),
+            "Steps": f"{self._scheduler.step + 1} of {self._scheduler.total_steps}",
+            "Resumed from": str(job.restored_from or "a fresh start"),
+            "Last checkpoint": str(self._outcome.checkpoint or "none"),
+            "Time in the loop": f"{time.monotonic() - self._started:.0f} s",
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _source_files(dataset: Any, batches: list[dict[str, Any]]) -> list[str]:
+    """The files that a step's samples came from, each once, in order; none where the dataset cannot tell."""
+    sources = getattr(dataset, "sources", None)
+    if sources is None:
+        return []
+    indices = [index for batch in batches for index in batch.get("sample_indices", ())]
+    return list(dict.fromkeys(name for index in indices for name in sources(index)))

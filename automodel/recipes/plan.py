@@ -1,0 +1,206 @@
+"""What a recipe would do, found out without reading weights or data: the model is built on the meta device."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from automodel.config.loader import ConfigNode
+from automodel.distributed.env import read_launch_environment
+from automodel.models.auto import build_on_meta
+from automodel.models.inspection import ParameterSummary, saved_activation_bytes, summarize_parameters
+from automodel.recipes import parts
+from automodel.recipes.sections import RecipeSections, build_sections
+from automodel.training.precision import compute_dtype
+
+__all__ = ["MemoryEstimate", "Plan", "make_plan"]
+
+logger = logging.getLogger(__name__)
+
+_CONTEXT_LENGTH_KEYS = ("context_length", "seq_length", "seq_len", "max_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes at the peak of a step, part by part; None where a part cannot be estimated."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int | None
+    activations: int | None
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts that are known."""
+        return self.parameters + self.gradients + (self.optimizer_state or 0) + (self.activations or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The result of a dry run."""
+
+    recipe: str
+    model: str
+    parameters: ParameterSummary
+    memory: MemoryEstimate
+    device: torch.device
+    dtype: torch.dtype
+    samples_per_step: int
+    accumulation_steps: int
+    tokens_per_step: int | None
+    max_steps: int | None
+    num_epochs: int
+    sections: dict[str, str]
+
+    def lines(self) -> Iterator[str]:
+        """The plan as lines for a terminal."""
+        counts = ", ".join(f"{name} {count:,}" for name, count in self.parameters.by_group.items() if count)
+        tokens = "unknown" if self.tokens_per_step is None else f"{self.tokens_per_step:,}"
+        samples = f"{self.samples_per_step} samples in {self.accumulation_steps} forward pass(es)"
+        epochs = f"{self.num_epochs} epoch(s)"
+        steps = epochs if self.max_steps is None else f"{self.max_steps} steps, or {epochs} if that is less"
+        memory = self.memory
+        rows = {
+            "recipe": self.recipe,
+            "model": self.model,
+            "parameters": f"{self.parameters.total:,} ({self.parameters.trainable:,} trainable): {counts}",
+            "device": f"{self.device}, computing in {str(self.dtype).removeprefix('torch.')}",
+            "tokens per step": f"{tokens} ({samples})",
+            "length": steps,
+            "memory": f"about {_mib(memory.total)}: parameters {_mib(memory.parameters)}, "
+            f"gradients {_mib(memory.gradients)}, optimizer {_mib(memory.optimizer_state)}, "
+            f"activations of one forward pass {_mib(memory.activations)} (estimates)",
+        }
+        width = max(map(len, rows))
+        yield from (f"{name:<{width}}  {value}" for name, value in rows.items())
+        yield "sections"
+        width = max(map(len, self.sections))
+        yield from (f"  {name:<{width}}  {value}" for name, value in self.sections.items())
+
+
+def make_plan(config: ConfigNode, *, run_dir: Path | None = None) -> Plan:
+    """Check everything in a recipe that can be checked without weights and data, and say what it would do.
+
+    Raises:
+        ValueError, TypeError, ImportError: as `build_sections`, and where a target refuses its arguments.
+    """
+    sections = build_sections(config)
+    launch = read_launch_environment()
+    sections.distributed.check_world_size(launch.world_size)
+    device = torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = compute_dtype(sections.distributed.mp_policy.param_dtype, device=device)
+    scheduler = sections.step_scheduler
+    context_length = _context_length(sections.dataset)
+    parts.build_loss(sections.loss_fn)
+    with sections.model.note_instantiation():
+        model: nn.Module = build_on_meta(sections.model["_target_"], sections.model.arguments())
+    return Plan(
+        recipe=getattr(sections.recipe, "__name__", str(sections.recipe)),
+        model=type(model).__name__,
+        parameters=summarize_parameters(model),
+        memory=_estimate_memory(sections, model, context_length=context_length, dtype=dtype),
+        device=device,
+        dtype=dtype,
+        samples_per_step=scheduler.global_batch_size,
+        accumulation_steps=scheduler.accumulation_steps(launch.world_size),
+        tokens_per_step=None if context_length is None else scheduler.global_batch_size * context_length,
+        max_steps=scheduler.max_steps,
+        num_epochs=scheduler.num_epochs,
+        sections=_describe_sections(sections, run_dir=run_dir),
+    )
+
+
+def _context_length(dataset: ConfigNode) -> int | None:
+    for key in _CONTEXT_LENGTH_KEYS:
+        value = dataset.get(key)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _estimate_memory(
+    sections: RecipeSections, model: nn.Module, *, context_length: int | None, dtype: torch.dtype
+) -> MemoryEstimate:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    activations = None
+    if context_length is not None:
+        activations = saved_activation_bytes(
+            model,
+            batch_size=sections.step_scheduler.local_batch_size,
+            context_length=context_length,
+            autocast_dtype=None if dtype == torch.float32 else dtype,
+        )
+    return MemoryEstimate(
+        parameters=summarize_parameters(model).num_bytes,
+        gradients=sum(parameter.numel() * parameter.element_size() for parameter in trainable),
+        optimizer_state=_optimizer_state_bytes(sections.optimizer, model),
+        activations=activations,
+    )
+
+
+def _optimizer_state_bytes(node: ConfigNode, model: nn.Module) -> int | None:
+    """Bytes that the optimizer holds after a step, found by a step over meta tensors."""
+    optimizer = parts.build_optimizer(node, model)
+    try:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+    except (RuntimeError, NotImplementedError) as error:
+        logger.info("the optimizer's memory is not estimated: %s", error)
+        return None
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+    tensors = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
+
+
+def _describe_sections(sections: RecipeSections, *, run_dir: Path | None) -> dict[str, str]:
+    """What each section resolves to, a line each."""
+    described = {}
+    for name in ("model", "tokenizer", "dataset", "dataloader", "validation_dataset", "validation_dataloader"):
+        described[name] = _describe_target(getattr(sections, name), absent="default")
+    described["loss_fn"] = _describe_target(sections.loss_fn, absent="MaskedCrossEntropy()")
+    described["optimizer"] = _describe_target(sections.optimizer, absent="")
+    checkpoint = sections.checkpoint
+    for name in ("lr_scheduler", "clip_grad_norm", "step_scheduler", "rng", "distributed", "checkpoint"):
+        described[name] = _describe_settings(getattr(sections, name))
+    folder = checkpoint.checkpoint_dir or f"{run_dir or 'the run folder'}/checkpoints"
+    described["checkpoint"] += f" -> {folder}" if checkpoint.enabled else ""
+    described["deterministic"] = str(sections.deterministic).lower()
+    return described
+
+
+def _describe_target(node: ConfigNode | None, *, absent: str) -> str:
+    if node is None:
+        return absent
+    values = node.to_yaml_dict()
+    target = values.pop("_target_")
+    return f"{target}({', '.join(f'{key}={_short(value)}' for key, value in values.items())})"
+
+
+def _describe_settings(section: Any) -> str:
+    """The settings that differ from their defaults."""
+    changed = []
+    for setting in dataclasses.fields(section):
+        value = getattr(section, setting.name)
+        default = setting.default_factory() if callable(setting.default_factory) else setting.default
+        if value != default:
+            changed.append(f"{setting.name}={value}")
+    return ", ".join(changed) or "defaults"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _mib(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return "unknown"
+    return f"{num_bytes / 2**20:,.0f} MiB"

@@ -1,0 +1,39 @@
+"""Signals that ask a run to save and stop: SIGINT (Ctrl-C), SIGTERM and SIGUSR1."""
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+__all__ = ["StopSignals"]
+
+
+class StopSignals:
+    """A context in which a stop signal is remembered instead of ending the process.
+
+    The training loop asks `received` between steps. A second Ctrl-C raises KeyboardInterrupt at once. Only Python's
+    main thread can receive signals; anywhere else the context does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            try:
+                self._previous[number] = signal.signal(number, self._remember)
+            except ValueError:
+                break
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received is not None:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)

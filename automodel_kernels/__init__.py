@@ -1,0 +1,1 @@
+"""Triton kernels for training language models; each public operator is importable from here."""

@@ -1,0 +1,1 @@
+"""How a kernel gets its configuration, and the tuned winners that ship with the package."""
