@@ -88,10 +88,12 @@ def check(binaries: Path, *, folder: Path) -> None:
     if not Path(tables).is_relative_to((folder / "environment").resolve()):
         raise SystemExit(f"wheel check: {tables} is not the installed folder")
     passed(f"the shipped tables are in {tables}")
-    run(automodel, "run", "hybrid_tiny", "--step_scheduler.max_steps", "2", folder=empty)
+    output = run(automodel, "run", "hybrid_tiny", "--step_scheduler.max_steps", "2", folder=empty)
     reports = list((empty / "runs").glob("*/report.html"))
-    if len(reports) != 1:
-        raise SystemExit(f"wheel check: the run left {len(reports)} reports, not one")
+    logs = list((empty / "runs").glob("*/training.jsonl"))
+    steps = [len(log.read_text().splitlines()) for log in logs]
+    if len(reports) != 1 or steps != [2]:
+        raise SystemExit(f"{output}\nwheel check: the run left {len(reports)} reports and logs of {steps} steps")
     passed(f"automodel run hybrid_tiny trains two steps and leaves {reports[0].relative_to(empty)}")
 
 

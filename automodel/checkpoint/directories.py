@@ -102,18 +102,22 @@ def read_checkpoint_pointer(ckpt_root: str | Path, link_name: str) -> Path | Non
 def point_to(checkpoint: Path, link_name: str) -> None:
     """Let the pointer `link_name` beside a checkpoint name it, in one step: a reader sees the old target or the new.
 
-    A symlink where the filesystem has them, else a text file `<link_name>.txt`.
+    A symlink where the filesystem has them, else a text file `<link_name>.txt`; the other form goes away.
     """
     root = checkpoint.parent
+    link, text_file = root / link_name, root / f"{link_name}.txt"
     temporary = root / f".{link_name}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     try:
         temporary.symlink_to(checkpoint.name)
-        temporary.replace(root / link_name)
+        temporary.replace(link)
+        text_file.unlink(missing_ok=True)
     except OSError:
         temporary.unlink(missing_ok=True)
         temporary.write_text(checkpoint.name + "\n", encoding="utf-8")
-        temporary.replace(root / f"{link_name}.txt")
+        temporary.replace(text_file)
+        # A link that was made before would win over the text.
+        link.unlink(missing_ok=True)
     sync_directory(root)
 
 

@@ -39,6 +39,7 @@ from automodel.checkpoint.directories import (
 )
 from automodel.checkpoint.retention import prune_checkpoints
 from automodel.config.sections import refuse, setting
+from automodel.models.export import save_for_transformers
 
 __all__ = ["FORMAT_VERSION", "CheckpointConfig", "CheckpointSaveError", "Checkpointer", "RunState"]
 
@@ -171,22 +172,23 @@ class Checkpointer:
         try:
             self._make_room(directory, state.model)
             self._write(directory, state, losses=losses, final=final)
+            point_to(directory, LATEST)
+            self._follow_lowest(directory, losses)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
             last = find_latest_checkpoint(self.root) if self.root.is_dir() else None
             raise CheckpointSaveError(
                 f"the checkpoint {directory} could not be written: {error}; "
                 f"the last good checkpoint is {last if last is not None else 'none'}"
             ) from error
-        point_to(directory, LATEST)
-        self._follow_lowest(directory, losses)
-        if self._config.max_recent_checkpoints is not None:
-            prune_checkpoints(self.root, keep=self._config.max_recent_checkpoints)
+        keep = self._config.max_recent_checkpoints
+        if keep is not None:
+            prune_checkpoints(self.root, keep=keep, is_ours=lambda path: _may_replace(path, state.model))
         return directory
 
     def _make_room(self, directory: Path, model: nn.Module) -> None:
         """Make an empty, marked directory; a complete checkpoint of another model that stands there is moved aside."""
         self.root.mkdir(parents=True, exist_ok=True)
-        if directory.is_dir() and not is_checkpoint_incomplete(directory) and not _holds(directory, model):
+        if directory.is_dir() and not is_checkpoint_incomplete(directory) and not _may_replace(directory, model):
             aside = _free_name(directory)
             logger.warning("%s holds another model; it is kept as %s", directory, aside.name)
             directory.rename(aside)
@@ -202,8 +204,8 @@ class Checkpointer:
     def _write(self, directory: Path, state: RunState, *, losses: Mapping[str, float], final: bool) -> None:
         tensors.save_model(state.model, directory / "model")
         tensors.save_optimizer(state.model, state.optimizer, directory / "optim")
-        if self._config.wants_consolidated(final=final):
-            tensors.save_consolidated(state.model, state.tokenizer, directory / "model" / "consolidated")
+        if self._config.wants_consolidated(final=final) and hasattr(state.model, "save_pretrained"):
+            save_for_transformers(state.model, state.tokenizer, directory / "model" / "consolidated")
         scheduler = state.step_scheduler.state_dict()
         _save(state.rng.state_dict(), directory / f"rng/rng_global_rank_{self._rank}.pt")
         _save(state.dataloader.state_dict(), directory / f"dataloader/dataloader_dp_rank_{self._rank}.pt")
@@ -228,7 +230,8 @@ class Checkpointer:
         if value is None or not math.isfinite(value):
             return
         best = read_checkpoint_pointer(self.root, LOWEST_VAL)
-        if best is not None and best != directory:
+        # The target is incomplete when a save over it was interrupted: its metric is gone then.
+        if best is not None and best != directory and not is_checkpoint_incomplete(best):
             lowest = json.loads((best / "losses.json").read_text()).get(self._config.best_metric_key, math.inf)
             if lowest <= value:
                 return
@@ -236,7 +239,10 @@ class Checkpointer:
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    try:
+        manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{checkpoint / MANIFEST} is damaged: {error}") from error
     if manifest["version"] > FORMAT_VERSION:
         raise ValueError(f"{checkpoint} has format version {manifest['version']}, newer than {FORMAT_VERSION}")
     return manifest
@@ -244,6 +250,15 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 def _holds(checkpoint: Path, model: nn.Module) -> bool:
     return bool(_read_manifest(checkpoint)["model_signature"] == tensors.model_signature(model))
+
+
+def _may_replace(checkpoint: Path, model: nn.Module) -> bool:
+    """Whether a complete checkpoint is one of this model, so that the run may overwrite or remove it."""
+    try:
+        return _holds(checkpoint, model)
+    except ValueError as error:
+        logger.warning("%s is left alone: %s", checkpoint, error)
+        return False
 
 
 def _free_name(directory: Path) -> Path:

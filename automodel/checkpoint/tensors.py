@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from automodel.models.tied_weights import tied_parameters
 
-__all__ = ["load_model", "load_optimizer", "model_signature", "save_consolidated", "save_model", "save_optimizer"]
+__all__ = ["load_model", "load_optimizer", "model_signature", "save_model", "save_optimizer"]
 
 
 def save_model(model: nn.Module, directory: Path) -> None:
@@ -44,21 +44,6 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory
     with _single_process():
         dcp.load(state, storage_reader=dcp.FileSystemReader(str(directory)), no_dist=True)
     set_optimizer_state_dict(model, optimizer, state["optim"])
-
-
-def save_consolidated(model: Any, tokenizer: Any, directory: Path) -> None:
-    """Write the folder that transformers' `from_pretrained` reads: configuration, weights and tokenizer.
-
-    Args:
-        model: A transformers model; a module without `save_pretrained` is passed over.
-        tokenizer: A transformers tokenizer, or None.
-        directory: The folder to make.
-    """
-    if not hasattr(model, "save_pretrained"):
-        return
-    model.save_pretrained(directory)
-    if hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(directory)
 
 
 def model_signature(model: nn.Module) -> str:

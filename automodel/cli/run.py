@@ -3,6 +3,7 @@
 import argparse
 import sys
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ __all__ = ["add_arguments", "run"]
 _FAILED = 1
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
+_MISTAKES = (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError, AssertionError)
+"""The classes of errors that say that the recipe, a file or the environment is wrong, and not the program."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,20 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, or print the plan; returns the exit status."""
-    # The classes of errors that say that the recipe, a file or the environment is wrong, and not the program.
-    mistakes = (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError, AssertionError)
-    try:
-        config = _load(args)
-        if args.dry_run:
-            return _print_plan(config, args)
-        recipe = _set_up(config, args)
-    except mistakes as error:
-        return _complain(error, status=_USAGE_ERROR, with_traceback=args.traceback)
-    except RuntimeError as error:
-        return _complain(error, status=_FAILED, with_traceback=args.traceback)
-    except KeyboardInterrupt:
-        return _complain(KeyboardInterrupt("interrupted"), status=_INTERRUPTED, with_traceback=False)
-    return _train(recipe, args)
+    with ExitStack() as stack:
+        try:
+            config = _load(args)
+            if args.dry_run:
+                return _print_plan(config, args)
+            recipe = _set_up(config, args, stack)
+        except KeyboardInterrupt:
+            return _complain(KeyboardInterrupt("interrupted"), status=_INTERRUPTED, with_traceback=False)
+        except RuntimeError as error:
+            return _complain(error, status=_FAILED, with_traceback=args.traceback)
+        except _MISTAKES as error:
+            return _complain(error, status=_USAGE_ERROR, with_traceback=args.traceback)
+        return _train(recipe, args)
 
 
 def _load(args: argparse.Namespace) -> "ConfigNode":
@@ -76,7 +78,8 @@ def _print_plan(config: "ConfigNode", args: argparse.Namespace) -> int:
     return 0
 
 
-def _set_up(config: "ConfigNode", args: argparse.Namespace) -> "Recipe":
+def _set_up(config: "ConfigNode", args: argparse.Namespace, stack: ExitStack) -> "Recipe":
+    """Build the job in its folder, which stays locked until `stack` closes."""
     from automodel.observe.run_folder import RunFolder
     from automodel.observe.timeline import Timeline
     from automodel.recipes.sections import build_sections
@@ -87,6 +90,7 @@ def _set_up(config: "ConfigNode", args: argparse.Namespace) -> "Recipe":
         folder = RunFolder(args.run_dir)
     else:
         folder = RunFolder.make_new(Path("runs"), Path(args.recipe).stem)
+    stack.enter_context(folder)
     print(f"run folder: {folder.path}", flush=True)
     recipe: Recipe = recipe_class(config, run_folder=folder, timeline=timeline)
     recipe.setup()
@@ -94,6 +98,7 @@ def _set_up(config: "ConfigNode", args: argparse.Namespace) -> "Recipe":
 
 
 def _train(recipe: "Recipe", args: argparse.Namespace) -> int:
+    """Run the loop. An error that it does not announce is one of the program, and keeps its traceback."""
     from automodel.checkpoint.store import CheckpointSaveError
     from automodel.training.loss import NonFiniteLossError
 
@@ -119,4 +124,6 @@ def _complain(error: BaseException, *, status: int, with_traceback: bool) -> int
     print(f"error: {text or type(error).__name__}", file=sys.stderr)
     for note in getattr(error, "__notes__", ()):
         print(f"  {note}", file=sys.stderr)
+    if not isinstance(error, ValueError | OSError | ImportError | KeyboardInterrupt):
+        print("  (--traceback shows where in the code it was raised)", file=sys.stderr)
     return status

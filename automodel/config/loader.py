@@ -1,7 +1,7 @@
 """ConfigNode: a recipe as nested nodes with typed scalars, resolvable targets and placeholders that print safely."""
 
 import copy
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,7 @@ from automodel.config.env import has_placeholder, interpolate, resolve_yaml_env_
 from automodel.config.names import did_you_mean
 from automodel.config.notes import note
 from automodel.config.redact import REDACTED, is_sensitive_key, redact_text
-from automodel.config.scalars import translate_value
+from automodel.config.scalars import spell_value, translate_value
 from automodel.config.targets import load_module_from_file, resolve_target, set_enable_user_modules
 from automodel.config.yaml_file import read_yaml_mapping
 
@@ -87,12 +87,10 @@ class ConfigNode:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in {"_values", "_written", "_path"}:
             raise AttributeError(name)
-        try:
+        if name in self._values:
             return self[name]
-        except KeyError:
-            place = f"{self._path}.{name}" if self._path else name
-            known = [key for key in self._values if isinstance(key, str)]
-            raise AttributeError(f"the configuration has no {place!r}{did_you_mean(name, known)}") from None
+        known = [key for key in self._values if isinstance(key, str)]
+        raise AttributeError(f"the configuration has no {self._place(name)!r}{did_you_mean(name, known)}")
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in {"_values", "_written", "_path"}:
@@ -102,7 +100,7 @@ class ConfigNode:
 
     def __getitem__(self, key: Any) -> Any:
         value = self._values[key]
-        if _names_callable(key) and isinstance(value, str):
+        if _names_callable(key) and not callable(value) and (key == "_target_" or isinstance(value, str)):
             with note(f"while resolving {self._place(key)}"):
                 value = resolve_target(value)
             self._written[key] = self._values[key]
@@ -132,15 +130,19 @@ class ConfigNode:
     __hash__ = None  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ConfigNode":
-        return ConfigNode(copy.deepcopy(self.raw_config, memo), path=self._path)
+        return self._moved_to(self._path)
 
+    # Values travel as they are: a placeholder is resolved once, not again where the node is copied to. Callables
+    # travel as their names, since the module of a file target exists in this process only.
     def __getstate__(self) -> dict[str, Any]:
-        return {"raw": self.raw_config, "path": self._path}
+        values = {
+            key: self._written[key] if callable(value) and key in self._written else value
+            for key, value in self._values.items()
+        }
+        return {"path": self._path, "values": values, "written": self._written}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._path, self._values, self._written = state["path"], {}, {}
-        for key, value in state["raw"].items():
-            self._set(key, value)
+        self._path, self._values, self._written = state["path"], state["values"], state["written"]
 
     def __repr__(self) -> str:
         return str(self)
@@ -163,7 +165,7 @@ class ConfigNode:
         for part in key.split("."):
             if isinstance(found, ConfigNode) and part in found._values:
                 found = found[part]
-            elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
+            elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
                 found = found[int(part)]
             else:
                 return default
@@ -182,9 +184,8 @@ class ConfigNode:
         for index, part in enumerate(parts[:-1]):
             node = _descend(node, part, dotted=dotted, place=".".join(parts[: index + 1]))
         last = parts[-1]
-        if isinstance(node, list):
-            position = _list_position(node, last, dotted=dotted)
-            node[position] = _wrap(value, path=dotted)
+        if isinstance(node, _ConfigList):
+            node.put(_list_position(node, last, dotted=dotted), value, path=dotted)
         elif isinstance(node, ConfigNode):
             node._set(last, value)
         else:
@@ -209,7 +210,7 @@ class ConfigNode:
         if "_target_" not in self._values:
             raise AttributeError(f"{self._path or 'the configuration'!r} has no _target_ to instantiate")
         target: Callable[..., Any] = self["_target_"]
-        arguments = self.arguments() | overrides
+        arguments = self.arguments(without=overrides) | overrides
         with self.note_instantiation():
             return target(*args, **arguments)
 
@@ -218,9 +219,13 @@ class ConfigNode:
         node = self.get(dotted)
         return default if node is None else node.instantiate(*args, **overrides)
 
-    def arguments(self) -> dict[str, Any]:
-        """The keyword arguments that `instantiate` passes: every key but `_target_`, nested targets instantiated."""
-        return {key: _argument(self[key]) for key in self._values if key != "_target_"}
+    def arguments(self, *, without: Collection[str] = ()) -> dict[str, Any]:
+        """The keyword arguments that `instantiate` passes: every key but `_target_`, nested targets instantiated.
+
+        Args:
+            without: Keys to leave out, whose targets are then not called either.
+        """
+        return {key: _argument(self[key]) for key in self._values if key != "_target_" and key not in without}
 
     def note_instantiation(self) -> AbstractContextManager[None]:
         """A context that adds this node's place and target to the errors of a call made on its behalf."""
@@ -253,9 +258,16 @@ class ConfigNode:
             redact_sensitive: Hide values under sensitive keys and passwords inside URLs.
             resolve_env: Show resolved values even where placeholders are kept otherwise.
         """
-        source = self.raw_config if use_orig_values and not resolve_env else self.to_dict()
-        safe: dict[Any, Any] = _printable(source, redact=redact_sensitive)
+        written = use_orig_values and not resolve_env
+        source = self.raw_config if written else self.to_dict()
+        safe: dict[Any, Any] = _printable(source, redact=redact_sensitive, written=written)
         return safe
+
+    def _moved_to(self, path: str) -> "ConfigNode":
+        moved = ConfigNode(path=path)
+        moved._written = dict(self._written)
+        moved._values = {key: _moved(value, path=moved._place(key)) for key, value in self._values.items()}
+        return moved
 
     def _place(self, key: Any) -> str:
         return f"{self._path}.{key}" if self._path else str(key)
@@ -271,18 +283,53 @@ class ConfigNode:
         self._values[key] = wrapped
 
 
+class _ConfigList(list[Any]):
+    """A list of a recipe: wrapped elements, and the placeholders that some of them came from."""
+
+    def __init__(self, raw: Iterable[Any] = (), *, path: str = "") -> None:
+        super().__init__()
+        self._placeholders: dict[int, tuple[str, Any]] = {}
+        for index, item in enumerate(raw):
+            self.append(None)
+            self.put(index, item, path=f"{path}.{index}")
+
+    def put(self, index: int, raw: Any, *, path: str) -> None:
+        """Set one element from what a recipe writes."""
+        value = _wrap(raw, path=path)
+        self[index] = value
+        self._placeholders.pop(index, None)
+        if isinstance(raw, str) and has_placeholder(raw):
+            self._placeholders[index] = (raw, value)
+
+    def as_written(self) -> list[Any]:
+        """The elements as the recipe writes them; an element that was replaced since is written as it is now."""
+        written = []
+        for index, item in enumerate(self):
+            placeholder, resolved = self._placeholders.get(index, ("", None))
+            kept = placeholder and type(item) is type(resolved) and item == resolved
+            written.append(placeholder if kept else _as_written(item))
+        return written
+
+    def moved_to(self, path: str) -> "_ConfigList":
+        """A copy at another place, its values as they are."""
+        moved = _ConfigList()
+        moved.extend(_moved(item, path=f"{path}.{index}") for index, item in enumerate(self))
+        moved._placeholders = dict(self._placeholders)
+        return moved
+
+
 def _names_callable(key: object) -> bool:
     return isinstance(key, str) and (key == "_target_" or key.endswith("_fn"))
 
 
 def _wrap(value: object, *, path: str) -> Any:
     match value:
-        case ConfigNode():
-            return ConfigNode(value.raw_config, path=path)
+        case ConfigNode() | _ConfigList():
+            return _moved(value, path=path)
         case Mapping():
             return ConfigNode(value, path=path)
         case list() | tuple():
-            return [_wrap(item, path=f"{path}.{index}") for index, item in enumerate(value)]
+            return _ConfigList(value, path=path)
         case EnvironmentString():
             return value
         case str() if has_placeholder(value):
@@ -291,6 +338,19 @@ def _wrap(value: object, *, path: str) -> Any:
             return EnvironmentString(resolved, value) if isinstance(resolved, str) else resolved
         case _:
             return translate_value(value)
+
+
+def _moved(value: Any, *, path: str) -> Any:
+    """A copy of a wrapped value for another place; nothing is translated or resolved again."""
+    match value:
+        case ConfigNode():
+            return value._moved_to(path)
+        case _ConfigList():
+            return value.moved_to(path)
+        case _ if callable(value):
+            return value
+        case _:
+            return copy.deepcopy(value)
 
 
 def _descend(node: Any, part: str, *, dotted: str, place: str) -> Any:
@@ -304,7 +364,7 @@ def _descend(node: Any, part: str, *, dotted: str, place: str) -> Any:
 
 
 def _list_position(values: Sequence[Any], part: str, *, dotted: str) -> int:
-    if not part.isdigit() or int(part) >= len(values):
+    if not part.isdecimal() or int(part) >= len(values):
         raise ValueError(f"cannot set {dotted!r}: {part!r} is no position in a list of {len(values)}")
     return int(part)
 
@@ -336,12 +396,12 @@ def _as_written(value: Any) -> Any:
     match value:
         case ConfigNode():
             return value.raw_config
-        case list():
-            return [_as_written(item) for item in value]
+        case _ConfigList():
+            return value.as_written()
         case EnvironmentString():
             return value._orig_value
         case _:
-            return value
+            return spell_value(value)
 
 
 def _plain(value: Any) -> Any:
@@ -356,17 +416,17 @@ def _plain(value: Any) -> Any:
             return value
 
 
-def _printable(value: Any, *, redact: bool) -> Any:
+def _printable(value: Any, *, redact: bool, written: bool) -> Any:
     match value:
         case Mapping():
             return {
                 key: REDACTED
-                if redact and isinstance(key, str) and is_sensitive_key(key) and _holds_secret(item)
-                else _printable(item, redact=redact)
+                if redact and isinstance(key, str) and is_sensitive_key(key) and _holds_secret(item, written=written)
+                else _printable(item, redact=redact, written=written)
                 for key, item in value.items()
             }
         case list() | tuple():
-            return [_printable(item, redact=redact) for item in value]
+            return [_printable(item, redact=redact, written=written) for item in value]
         case str():
             return redact_text(str(value)) if redact else str(value)
         case None | bool() | int() | float():
@@ -375,8 +435,8 @@ def _printable(value: Any, *, redact: bool) -> Any:
             return getattr(value, "__qualname__", None) or str(value)
 
 
-def _holds_secret(value: object) -> bool:
-    """A placeholder is safe to show, and so is an empty value."""
+def _holds_secret(value: object, *, written: bool) -> bool:
+    """An empty value is safe to show, and so is a placeholder; a resolved value may hold a dollar sign of its own."""
     if value is None or isinstance(value, bool) or value == "":
         return False
-    return not (isinstance(value, str) and has_placeholder(value))
+    return not (written and isinstance(value, str) and has_placeholder(value))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from automodel.config.loader import ConfigNode
-from automodel.config.scalars import translate_value
+from automodel.config.scalars import spell_value, translate_value
 
 __all__ = ["Override", "apply_overrides", "parse_overrides"]
 
@@ -48,7 +48,8 @@ def apply_overrides(config: ConfigNode, overrides: Sequence[Override]) -> None:
         ValueError: a path leads through a value that is no mapping or list.
     """
     for override in overrides:
-        config.set_by_dotted(override.path, override.value)
+        # Setting a value translates its strings; this one is translated already, and what was quoted stays a string.
+        config.set_by_dotted(override.path, spell_value(override.value))
 
 
 def _typed(text: str) -> object:

@@ -2,8 +2,9 @@
 
 import ast
 import warnings
+from collections.abc import Mapping
 
-__all__ = ["MAX_LITERAL_CHARACTERS", "translate_value"]
+__all__ = ["MAX_LITERAL_CHARACTERS", "spell_value", "translate_value"]
 
 MAX_LITERAL_CHARACTERS = 1_000
 """Longer strings are never parsed as Python literals; they stay strings."""
@@ -22,7 +23,8 @@ def translate_value(value: object) -> object:
     """Turn a string into the Python value that it spells; every other type is returned unchanged.
 
     `none`, `true` and `false` (also capitalised) become None, True and False; Python literals become their value
-    (`"10"` -> 10, `"1e-5"` -> 1e-05, `"[1, 2]"` -> [1, 2]); everything else stays the string it was.
+    (`"10"` -> 10, `"1e-5"` -> 1e-05, `"[1, 2]"` -> [1, 2]); everything else, `"..."` too, stays the string
+    it was.
     """
     if not isinstance(value, str):
         return value
@@ -32,7 +34,26 @@ def translate_value(value: object) -> object:
         return value
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            return ast.literal_eval(value)
+            # Strange escapes and the like: a DeprecationWarning in Python 3.11, a SyntaxWarning later.
+            warnings.simplefilter("ignore")
+            literal: object = ast.literal_eval(value)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return value
+    return value if literal is Ellipsis else literal
+
+
+def spell_value(value: object) -> object:
+    """Return what a recipe must hold for `translate_value` to give `value`: the string `10` is spelt `'10'`, in quotes.
+
+    Strings inside lists and mappings are spelt too; every other value spells itself.
+    """
+    match value:
+        case str():
+            translated = translate_value(value)
+            return value if isinstance(translated, str) and translated == value else repr(str(value))
+        case list():
+            return [spell_value(item) for item in value]
+        case Mapping():
+            return {key: spell_value(item) for key, item in value.items()}
+        case _:
+            return value

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from automodel.config.loader import ConfigNode
+from automodel.config.loader import ConfigNode, EnvironmentString
 from automodel.config.names import did_you_mean
 
 __all__ = ["NotAvailableYetError", "build_section", "check_arguments", "refuse", "setting"]
@@ -95,8 +95,7 @@ def check_arguments(node: ConfigNode, *, provided: tuple[str, ...] = ()) -> None
         ImportError, InvalidFileTargetError: the target cannot be resolved.
     """
     for key in node:
-        if isinstance(node[key], ConfigNode) and "_target_" in node[key]:
-            check_arguments(node[key])
+        _check_arguments_below(node[key])
     if "_target_" not in node:
         raise ValueError(f"{node.path} needs a _target_")
     target = node["_target_"]
@@ -104,6 +103,7 @@ def check_arguments(node: ConfigNode, *, provided: tuple[str, ...] = ()) -> None
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
         return
+    target_name = getattr(target, "__qualname__", repr(target))
     named = {
         name
         for name, parameter in parameters.items()
@@ -113,13 +113,22 @@ def check_arguments(node: ConfigNode, *, provided: tuple[str, ...] = ()) -> None
     for key in node:
         if key != "_target_" and key not in named and not takes_any:
             hint = did_you_mean(str(key), named)
-            raise ValueError(f"unknown key {node.path}.{key}{hint}: {target.__qualname__} does not accept it")
+            raise ValueError(f"unknown key {node.path}.{key}{hint}: {target_name} does not accept it")
     for name in sorted(named.difference(node, provided)):
-        if (
-            parameters[name].default is inspect.Parameter.empty
-            and parameters[name].kind is not inspect.Parameter.VAR_KEYWORD
-        ):
-            raise ValueError(f"{node.path}.{name} is required by {target.__qualname__}")
+        if parameters[name].default is inspect.Parameter.empty:
+            raise ValueError(f"{node.path}.{name} is required by {target_name}")
+
+
+def _check_arguments_below(value: object) -> None:
+    """Check the `_target_` mappings at `value` and below it."""
+    if isinstance(value, ConfigNode) and "_target_" in value:
+        check_arguments(value)
+    elif isinstance(value, ConfigNode):
+        for key in value:
+            _check_arguments_below(value[key])
+    elif isinstance(value, list):
+        for item in value:
+            _check_arguments_below(item)
 
 
 def refuse(path: str, value: object, expected: str) -> ValueError:
@@ -133,6 +142,8 @@ def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
 
 def _checked(value: Any, hint: Any, path: str) -> Any:
     """Return `value` as the type that `hint` asks for, or raise the error that names the path."""
+    if isinstance(value, EnvironmentString):
+        value = str(value)
     if hint is Any or hint is object:
         return value
     origin = get_origin(hint)
@@ -155,7 +166,7 @@ def _checked(value: Any, hint: Any, path: str) -> Any:
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise refuse(path, value, _TYPE_NAMES.get(hint, hint.__name__))
-    return str(value) if hint is str else value
+    return value
 
 
 _TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}

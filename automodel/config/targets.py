@@ -57,14 +57,18 @@ def resolve_target(target: str | Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         InvalidFileTargetError: the file does not exist, is no `.py` file, or the symbol is private or missing.
-        ImportError: nothing has that dotted name, a private attribute is not allowed, or the name belongs to a part
+        ImportError: nothing callable has that name, a private attribute is not allowed, or the name belongs to a part
             of the reference system that is not available here yet.
     """
     if callable(target):
         return target
-    if ":" in target or target.endswith(".py"):
-        return _resolve_file_symbol(target)
-    return _resolve_dotted(target)
+    if not isinstance(target, str):
+        raise ImportError(f"target {target!r} is neither a name nor a callable")
+    is_file = ":" in target or target.endswith(".py")
+    resolved = _resolve_file_symbol(target) if is_file else _resolve_dotted(target)
+    if not callable(resolved):
+        raise ImportError(f"target {target!r} cannot be called: it is a {type(resolved).__name__}")
+    return resolved
 
 
 def load_module_from_file(path: str | Path) -> ModuleType:

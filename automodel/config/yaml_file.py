@@ -8,6 +8,7 @@ import yaml
 
 __all__ = ["YamlFileError", "read_yaml_mapping"]
 
+_MERGE = "tag:yaml.org,2002:merge"
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -18,19 +19,34 @@ class YamlFileError(ValueError):
 class _StrictLoader(_Loader):  # type: ignore[misc]
     """YAML's safe loader, which refuses a key that stands twice in one mapping."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build one mapping; keys merged in by `<<` may be overridden, keys written twice may not."""
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge in what `<<` names: a mapping's own keys win, then those of the mapping that is named first."""
+        own = [(key, value) for key, value in node.value if key.tag != _MERGE]
+        merged = [value for key, value in node.value if key.tag == _MERGE]
+        self._refuse_duplicates([key for key, _ in own])
+        sources = [part for value in merged for part in (value.value if value.id == "sequence" else [value])]
+        pairs: dict[Hashable, tuple[yaml.Node, yaml.Node]] = {}
+        for source in reversed(sources):
+            if not isinstance(source, yaml.MappingNode):
+                raise yaml.constructor.ConstructorError(None, None, "<< takes mappings only", source.start_mark)
+            self.flatten_mapping(source)
+            pairs |= {_identity(key): (key, value) for key, value in source.value}
+        pairs |= {_identity(key): (key, value) for key, value in own}
+        node.value = list(pairs.values())
+
+    def _refuse_duplicates(self, key_nodes: list[yaml.Node]) -> None:
         seen: set[Hashable] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
+        for key_node in key_nodes:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable):
                 if key in seen:
                     raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
                 seen.add(key)
-        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep=deep)
-        return mapping
+
+
+def _identity(key_node: yaml.Node) -> Hashable:
+    """What makes two key nodes the same key: the text and type of a scalar."""
+    return (key_node.tag, key_node.value) if isinstance(key_node, yaml.ScalarNode) else id(key_node)
 
 
 def read_yaml_mapping(path: str | Path) -> dict[Any, Any]:
@@ -53,6 +69,9 @@ def read_yaml_mapping(path: str | Path) -> dict[Any, Any]:
         place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark is not None else str(file)
         raise YamlFileError(f"{place}: {error.problem}") from None
     except yaml.YAMLError as error:
+        raise YamlFileError(f"{file}: {error}") from None
+    except ValueError as error:
+        # A scalar that YAML takes for a date or a number and Python does not, such as 2024-13-45.
         raise YamlFileError(f"{file}: {error}") from None
     if value is None:
         raise YamlFileError(f"{file} is empty")

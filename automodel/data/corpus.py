@@ -110,7 +110,9 @@ def split_files(
     """Divide whole files into training and validation; return the indices of each in ascending order.
 
     Files are taken for validation in `hash_order` until they hold at least `validation_tokens` tokens; the others are
-    for training. `token_counts[i]` is the number of tokens of `files[i]`.
+    for training. A file of more than a tenth of `validation_tokens` is taken only when the smaller ones do not
+    suffice, so that the split is little larger than asked for and no single file dominates it. `token_counts[i]` is
+    the number of tokens of `files[i]`.
 
     Raises:
         ValueError: `validation_tokens` is not positive, or no file would be left for training.
@@ -119,7 +121,7 @@ def split_files(
         raise ValueError(f"validation_tokens must be positive, got {validation_tokens}")
     held_out: list[int] = []
     tokens = 0
-    for index in hash_order(files):
+    for index in sorted(hash_order(files), key=lambda index: token_counts[index] > validation_tokens // 10):
         if tokens >= validation_tokens:
             break
         held_out.append(index)

@@ -123,7 +123,7 @@ class TextFilesDataset(Dataset[dict[str, torch.Tensor]]):
             shift = self._starts[file] - self._positions[file]
             pieces.append(self._tokens[begin + shift : end + shift])
         tokens = torch.cat(pieces).to(torch.int64)
-        return {"input_ids": tokens[:-1].clone(), "labels": tokens[1:].clone()}
+        return {"input_ids": tokens[:-1], "labels": tokens[1:].clone()}
 
     def sources(self, index: int) -> tuple[str, ...]:
         """Return the names of the files that the tokens of item `index`, labels included, come from.

@@ -246,6 +246,8 @@ class NeMoAutoModelForCausalLM:
             force_download=force_download,
             proxies=proxies,
         )
+        if revision is not None and not isinstance(config, str | PathLike):
+            logger.warning("revision=%s has no effect: the configuration is given and not read from the Hub", revision)
         resolved, options = as_config(config, hub=hub, code=code, overrides=kwargs)
         refuse_misspelt(options, known=known_names(resolved))
         set_for_training(resolved, kwargs, text_config, output_hidden_states)

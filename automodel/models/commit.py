@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file, extract_commit_hash
 
@@ -41,11 +40,11 @@ def carried_commit(config: PreTrainedConfig, name_or_path: str | PathLike[str]) 
 def select_commit(
     name_or_path: str | PathLike[str], *, filename: str = "config.json", hub_options: Mapping[str, Any]
 ) -> str | None:
-    """Find, and download where needed, a repository's file, and return the commit that it came from.
+    """Find the commit that a revision of a repository stands for now.
 
     Args:
         name_or_path: A Hub repository, or a local folder or file.
-        filename: The file that decides.
+        filename: The file that the load begins with; it is downloaded where needed.
         hub_options: The download options: revision, cache_dir, subfolder, token, local_files_only, force_download,
             proxies.
 
@@ -59,10 +58,20 @@ def select_commit(
     subfolder = hub_options.get("subfolder") or ""
     if Path(name).exists() or (Path(subfolder) / name).is_file():
         return None
+    options = {key: value for key, value in hub_options.items() if key != "force_download"}
     try:
-        # The path that the download returns names the commit it chose; a second look at the branch could differ.
-        path: str | None = hf_hub_download(name, filename, **{**hub_options, "subfolder": subfolder or None})
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
-        # transformers words these errors better, and for some of them it still finds the file in the cache.
-        path = cached_file(name, filename, **hub_options)
-    return extract_commit_hash(path, None)
+        return _ask(name, filename, **{**options, "subfolder": subfolder or None})
+    except Exception:  # noqa: BLE001
+        # transformers words every error better, and after some of them it still finds the file in the cache.
+        return extract_commit_hash(cached_file(name, filename, **hub_options), None)
+
+
+def _ask(name: str, filename: str, *, revision: str | None = None, **options: Any) -> str:
+    """Ask for the commit of a file, leave that file in the cache, and note there what the branch stands for."""
+    commit: str = hf_hub_download(name, filename, revision=revision, dry_run=True, **options).commit_hash
+    if not is_commit(revision) and not options.get("local_files_only"):
+        # A download by branch asks for the commit and then for the content of the branch, which may have moved in
+        # between. So the content comes by commit first, and the branch is only looked up again for the note.
+        hf_hub_download(name, filename, revision=commit, **options)
+        hf_hub_download(name, filename, revision=revision, **options)
+    return commit

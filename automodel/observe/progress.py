@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import re
 import time
 from typing import TYPE_CHECKING, TextIO
 
 from automodel.observe.formats import format_compact, format_duration, format_learning_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from automodel.observe.metrics import TrainingRow, ValidationRow
 
 __all__ = ["Progress"]
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _ERASE_LINE = "\r\x1b[2K"
 _DEFAULT_WIDTH = 80
 _REDRAW_SECONDS = 0.1
@@ -89,11 +93,40 @@ class Progress:
         )
 
     def message(self, text: str) -> None:
-        """Print `text` on lines of its own; the live line stays below it."""
-        self._write((_ERASE_LINE if self._drawn else "") + text + "\n")
+        """Print `text` on lines of its own; the live line stays below it.
+
+        Control characters, which a model may write, and characters that the stream cannot encode are escaped.
+        """
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        safe = (
+            _CONTROL.sub(lambda match: repr(match[0])[1:-1], text).encode(encoding, "backslashreplace").decode(encoding)
+        )
+        self._write((_ERASE_LINE if self._drawn else "") + safe + "\n")
         if self._drawn:
             self._drawn = False
             self._draw()
+
+    @contextlib.contextmanager
+    def log_through(self) -> Iterator[None]:
+        """While inside, lines of the log that would go to a terminal are printed above the live line, not over it."""
+        root = logging.getLogger()
+        to_terminal = [
+            handler
+            for handler in root.handlers
+            if self._live and isinstance(handler, logging.StreamHandler) and handler.stream.isatty()
+        ]
+        instead = [_MessageHandler(self, handler) for handler in to_terminal]
+        for old in to_terminal:
+            root.removeHandler(old)
+        for new in instead:
+            root.addHandler(new)
+        try:
+            yield
+        finally:
+            for new in instead:
+                root.removeHandler(new)
+            for old in to_terminal:
+                root.addHandler(old)
 
     def close(self) -> None:
         """End the live line, its last state left standing. Nothing is shown afterwards."""
@@ -165,6 +198,19 @@ class Progress:
             self._stream.flush()
         except (OSError, ValueError):
             self._stream = None
+
+
+class _MessageHandler(logging.Handler):
+    """Prints records as messages of a progress, in the format and from the level of the handler it replaces."""
+
+    def __init__(self, progress: Progress, replaced: logging.Handler) -> None:
+        super().__init__(replaced.level)
+        self.setFormatter(replaced.formatter)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        self._progress.message(self.format(record))
 
 
 def _format_loss(loss: float | None) -> str:

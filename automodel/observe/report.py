@@ -25,6 +25,11 @@ __all__ = ["REPORT_VERSION", "write_report"]
 REPORT_VERSION = 1
 """Version of the page, in its meta element automodel-report-version."""
 
+_Columns = dict[str, "list[Point]"]
+_COLUMNS = (
+    *("loss", "grad_norm", "lr", "mem", "tps", "mfu", "epoch", "num_tokens_per_step", "num_label_tokens"),
+    *("time_data", "time_forward", "time_backward", "time_optimizer", "time_step"),
+)
 _STEP_PHASES = (("data", 3), ("forward", 1), ("backward", 2), ("optimizer", 4))
 _OTHER_COLOR = 5
 _SMOOTH_FROM = 20
@@ -64,14 +69,16 @@ def write_report(
     Raises:
         OSError: the page cannot be written; an older page is then untouched.
     """
-    facts_section = _facts_section(training, facts)
+    columns = {key: column(training, key) for key in _COLUMNS}
+    facts_section = _facts_section(columns, facts)
     if training:
+        skipped = [finite_number(row.get("step")) or 0.0 for row in training if row.get("skipped") is True]
         body = [
             _header(title, status, training),
-            _key_figures(training, validation, startup),
-            f'<div class="row lead">{_loss_figure(training, validation)}{facts_section}</div>',
-            f'<div class="row">{"".join(_step_figures(training))}</div>',
-            f'<div class="row">{_phase_figure(training)}{_startup_figure(startup)}</div>',
+            _key_figures(columns, validation, startup),
+            f'<div class="row lead">{_loss_figure(columns, validation, skipped=skipped)}{facts_section}</div>',
+            f'<div class="row">{"".join(_step_figures(columns))}</div>',
+            f'<div class="row">{_phase_figure(columns)}{_startup_figure(startup)}</div>',
         ]
     else:
         body = [
@@ -112,30 +119,33 @@ def _header(title: str, status: str, training: Sequence[Mapping[str, object]]) -
 
 
 def _key_figures(
-    training: Sequence[Mapping[str, object]],
+    columns: _Columns,
     validation: Sequence[Mapping[str, object]],
     startup: Sequence[Phase],
 ) -> str:
     """The handful of numbers that one looks for first; those without data are left out."""
     figures: list[tuple[str, str, str]] = []
-    losses = finite_values(column(training, "loss"))
+    losses = finite_values(columns["loss"])
     if losses:
         figures.append(("Training loss", f"{losses[-1]:.3f}", f"first step {losses[0]:.3f}"))
     validations = finite_values(column(validation, "val_loss"))
     if validations:
-        share = f" ({validations[-1] / validations[0]:.0%} of it)" if validations[0] > 0 and validations[1:] else ""
-        figures.append(("Validation loss", f"{validations[-1]:.3f}", f"first {validations[0]:.3f}{share}"))
-    speeds = finite_values(column(training, "tps"))
+        first = validations[0]
+        note = f"first {first:.3f}"
+        if first > 0 and len(validations) > 1:
+            note = f"{validations[-1] / first:.0%} of the first, {first:.3f}"
+        figures.append(("Validation loss", f"{validations[-1]:.3f}", note))
+    speeds = finite_values(columns["tps"])
     if speeds:
         figures.append(("Tokens per second", format_compact(statistics.median(speeds)), "median of the steps"))
-    tokens = finite_values(column(training, "num_tokens_per_step"))
+    tokens = finite_values(columns["num_tokens_per_step"])
     if tokens:
         figures.append(("Tokens", format_compact(sum(tokens)), f"{tokens[-1]:,.0f} per step"))
-    seconds = finite_values(column(training, "time_step"))
+    seconds = finite_values(columns["time_step"])
     if seconds:
         start = f"start-up {format_duration(sum(phase.seconds for phase in startup))}" if startup else "all of them"
         figures.append(("Time in steps", format_duration(sum(seconds)), start))
-    memory = finite_values(column(training, "mem"))
+    memory = finite_values(columns["mem"])
     if memory:
         figures.append(("Memory", f"{max(memory):.2f} GiB", "peak"))
     items = (
@@ -145,9 +155,9 @@ def _key_figures(
     return f'<dl class="figures">{"".join(items)}</dl>'
 
 
-def _loss_figure(training: Sequence[Mapping[str, object]], validation: Sequence[Mapping[str, object]]) -> str:
+def _loss_figure(columns: _Columns, validation: Sequence[Mapping[str, object]], *, skipped: Sequence[float]) -> str:
     """Training and validation loss over the steps."""
-    losses = column(training, "loss")
+    losses = columns["loss"]
     validations = [(step, value) for step, value in column(validation, "val_loss") if value is not None]
     smoothed = len(losses) >= _SMOOTH_FROM
     curves = [Curve(label="training", points=losses, color=1, style="faint" if smoothed else "line")]
@@ -159,7 +169,6 @@ def _loss_figure(training: Sequence[Mapping[str, object]], validation: Sequence[
     if validations:
         curves.append(Curve(label="validation", points=validations, color=2, style="marked"))
         legend.append(("bg2 round", "validation"))
-    skipped = [_value(row, "step") for row in training if row.get("skipped") is True]
     if skipped:
         legend.append(("bg2 thin", f"{len(skipped):,} skipped step{'' if len(skipped) == 1 else 's'}"))
     plot = curve_plot(
@@ -173,12 +182,12 @@ def _loss_figure(training: Sequence[Mapping[str, object]], validation: Sequence[
     return _figure("Loss", _legend(legend) if plot else "", plot)
 
 
-def _step_figures(training: Sequence[Mapping[str, object]]) -> list[str]:
+def _step_figures(columns: _Columns) -> list[str]:
     """The small plots over the steps: speed, gradient norm, learning rate, memory."""
     return [
-        _step_figure(training, "tps", heading="Speed", unit="tokens per second", color=3, describe=_describe_speed),
+        _step_figure(columns, "tps", heading="Speed", unit="tokens per second", color=3, describe=_describe_speed),
         _step_figure(
-            training,
+            columns,
             "grad_norm",
             heading="Gradient norm",
             unit="norm before clipping",
@@ -186,13 +195,13 @@ def _step_figures(training: Sequence[Mapping[str, object]]) -> list[str]:
             describe=_describe_norm,
             may_be_log=True,
         ),
-        _step_figure(training, "lr", heading="Learning rate", unit="lr", color=1, describe=_describe_rate),
-        _step_figure(training, "mem", heading="Memory", unit="GiB", color=5, describe=_describe_memory),
+        _step_figure(columns, "lr", heading="Learning rate", unit="lr", color=1, describe=_describe_rate),
+        _step_figure(columns, "mem", heading="Memory", unit="GiB", color=5, describe=_describe_memory),
     ]
 
 
 def _step_figure(
-    training: Sequence[Mapping[str, object]],
+    columns: _Columns,
     key: str,
     *,
     heading: str,
@@ -202,7 +211,7 @@ def _step_figure(
     may_be_log: bool = False,
 ) -> str:
     """One value of the rows over the steps, with a line that sums it up."""
-    points: list[Point] = column(training, key)
+    points = columns[key]
     values = finite_values(points)
     curve = Curve(label=heading, points=points, color=color)
     title = f"{heading} over the steps"
@@ -227,29 +236,33 @@ def _describe_memory(values: list[float]) -> str:
     return f"peak {max(values):.2f} GiB"
 
 
-def _phase_figure(training: Sequence[Mapping[str, object]]) -> str:
+def _phase_figure(columns: _Columns) -> str:
     """The shares of the phases in the first step, the later ones together and the slowest of them."""
-    timed = sorted((_value(row, "step"), _value(row, "time_step"), _step_parts(row)) for row in training)
-    timed = [entry for entry in timed if entry[1] > 0]
+    steps = columns["time_step"]
+    timed = [index for index, (_, seconds) in enumerate(steps) if seconds]
     if not timed:
         return _figure("Time in a step", "", "")
-    (first_step, _, first_parts), *later = timed
-    rows = [ShareRow(label=f"first step ({first_step:.0f})", parts=first_parts)]
+    first, *later = timed
+    rows = [ShareRow(label=f"first step ({steps[first][0]:.0f})", parts=_mean_parts(columns, [first]))]
     if later:
-        columns = zip(*(parts for _, _, parts in later), strict=True)
-        means = [(phase[0][0], statistics.fmean(part[1] for part in phase), phase[0][2]) for phase in columns]
-        rows.append(ShareRow(label="later steps, mean", parts=means))
+        rows.append(ShareRow(label="later steps, mean", parts=_mean_parts(columns, later)))
     if later[1:]:
-        step, _, parts = max(later, key=lambda entry: entry[1])
-        rows.append(ShareRow(label=f"slowest later step ({step:.0f})", parts=parts))
+        slowest = max(later, key=lambda index: steps[index][1] or 0.0)
+        label = f"slowest later step ({steps[slowest][0]:.0f})"
+        rows.append(ShareRow(label=label, parts=_mean_parts(columns, [slowest])))
     legend = _legend([(f"bg{color}", name) for name, _, color in rows[0].parts])
     return _figure("Time in a step", legend, share_plot(rows, title="Shares of the phases in the time of a step"))
 
 
-def _step_parts(row: Mapping[str, object]) -> list[tuple[str, float, int]]:
-    """The phases of a step as (name, seconds, colour), what is left of the whole step last."""
-    parts = [(name, max(0.0, _value(row, f"time_{name}")), color) for name, color in _STEP_PHASES]
-    rest = _value(row, "time_step") - sum(seconds for _, seconds, _ in parts)
+def _mean_parts(columns: _Columns, places: Sequence[int]) -> list[tuple[str, float, int]]:
+    """The phases as (name, mean seconds, colour) over the steps at some places, the rest of the step last."""
+
+    def mean(key: str) -> float:
+        points = columns[key]
+        return max(0.0, statistics.fmean(points[place][1] or 0.0 for place in places))
+
+    parts = [(name, mean(f"time_{name}"), color) for name, color in _STEP_PHASES]
+    rest = mean("time_step") - sum(seconds for _, seconds, _ in parts)
     return [*parts, ("other", max(0.0, rest), _OTHER_COLOR)]
 
 
@@ -259,16 +272,16 @@ def _startup_figure(startup: Sequence[Phase]) -> str:
     return _figure("Start-up", note, duration_plot(startup, title="Seconds of each phase of the start-up"))
 
 
-def _facts_section(training: Sequence[Mapping[str, object]], facts: Mapping[str, str] | None) -> str:
+def _facts_section(columns: _Columns, facts: Mapping[str, str] | None) -> str:
     """The table of facts: the given ones, then those counted from the rows."""
     rows = dict(facts or {})
-    labels = finite_values(column(training, "num_label_tokens"))
+    labels = finite_values(columns["num_label_tokens"])
     if labels:
         rows.setdefault("Label tokens", f"{sum(labels):,.0f}")
-    epochs = finite_values(column(training, "epoch"))
+    epochs = finite_values(columns["epoch"])
     if epochs:
         rows.setdefault("Epochs begun", f"{max(epochs) + 1:.0f}")
-    utilization = finite_values(column(training, "mfu"))
+    utilization = finite_values(columns["mfu"])
     if utilization:
         rows.setdefault("Model FLOPs utilization", f"{statistics.median(utilization):.1f} % (median)")
     return f"<section><h2>Facts</h2>{_table(rows)}</section>" if rows else ""
@@ -292,11 +305,6 @@ def _table(rows: Mapping[str, str], *, kind: str = "facts") -> str:
         f'<tr><th scope="row">{_escape(name)}</th><td>{_escape(str(value))}</td></tr>' for name, value in rows.items()
     )
     return f'<table class="{kind}">{"".join(lines)}</table>'
-
-
-def _value(row: Mapping[str, object], key: str) -> float:
-    """A number of a row, 0 where it has none."""
-    return finite_number(row.get(key)) or 0.0
 
 
 def _escape(text: str) -> str:

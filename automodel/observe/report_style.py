@@ -98,6 +98,7 @@ svg text.name,svg text.value,svg text.inside{{font-size:16px}}
 .row.lead{{grid-template-columns:minmax(0,1.85fr) minmax(0,1fr)}}
 pre{{max-height:none;white-space:pre-wrap;overflow-wrap:anywhere}}
 section.long{{break-inside:auto}}
+h2{{break-after:avoid}}
 }}
 """
 """CSS for the page and for the classes that the plots use."""

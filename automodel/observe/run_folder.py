@@ -4,6 +4,7 @@ import fcntl
 import os
 from datetime import datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Self
 
 __all__ = ["RunFolder", "RunFolderBusyError"]
@@ -39,6 +40,14 @@ class RunFolder:
             os.close(self._lock)
             raise RunFolderBusyError(f"another process is training in {path}") from None
         self.is_continued = self.config_file.exists()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     @classmethod
     def make_new(cls, parent: Path, stem: str) -> Self:

@@ -101,6 +101,7 @@ class TrainingLoop:
             self._validation = stack.enter_context(MetricsWriter(job.folder.validation_file))
             self._progress = Progress(job.stream, first_step=scheduler.step + 1, last_step=scheduler.total_steps - 1)
             stack.callback(self._progress.close)
+            stack.enter_context(self._progress.log_through())
             if job.sections.step_scheduler.gc_every_steps is not None:
                 gc.disable()
                 stack.callback(gc.enable)

@@ -123,9 +123,9 @@ def evaluate(
 ) -> Evaluation | None:
     """Return the mean loss over the label tokens of all batches, or None when `should_stop` said so on the way.
 
-    The model is in evaluation mode meanwhile, and in its earlier mode afterwards.
+    The model is in evaluation mode meanwhile; afterwards each of its modules is in the mode it had before.
     """
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     total = torch.zeros((), dtype=torch.float64)
     num_label_tokens = 0
@@ -138,7 +138,8 @@ def evaluate(
                 total += loss_fn(_logits(model(**inputs)), labels, num_label_tokens=1).double().cpu()
             num_label_tokens += int((batch["labels"] != IGNORE_INDEX).sum())
     finally:
-        model.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
     return Evaluation(loss=float(total) / max(num_label_tokens, 1), num_label_tokens=num_label_tokens)
 
 

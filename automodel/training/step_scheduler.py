@@ -107,15 +107,21 @@ class StepScheduler:
         """Yield the micro-batches of each step that is left, from the position where `loader` stands.
 
         The last step of an epoch takes the batches that are left, which may be fewer.
+
+        Raises:
+            RuntimeError: the loader gives no batch where its length promised some.
         """
         while not self.finished:
             self.epoch = (self.step + 1) // self.steps_per_epoch
             loader.set_epoch(self.epoch)
+            last_step = self.step
             for batches in _groups(loader, self._accumulation_steps):
                 self.step += 1
                 yield batches
                 if self.finished or self.is_epoch_end:
                     break
+            if self.step == last_step:
+                raise RuntimeError(f"the data loader gave no batch for step {self.step + 1} in epoch {self.epoch}")
 
     @property
     def is_epoch_end(self) -> bool:

@@ -198,11 +198,11 @@ def test_arguments_out_of_range(name, value, corpus):
         train_byte_level_bpe(corpus, **{name: value})
 
 
-def test_document_encoder_ignores_what_the_tokenizer_was_last_asked_for(tokenizer):
+@pytest.mark.parametrize("asked", [{"truncation": True, "max_length": 2}, {"padding": "max_length", "max_length": 200}])
+def test_document_encoder_ignores_what_the_tokenizer_was_last_asked_for(asked, tokenizer):
     text = f"def f(x): {END_OF_TEXT} return"
     before = DocumentEncoder(tokenizer)
-    tokenizer(text, truncation=True, max_length=2)
-    tokenizer([text, "x"], padding="max_length", max_length=200)
+    tokenizer([text, "x"], **asked)
     after = DocumentEncoder(tokenizer)
     assert after.digest() == before.digest()
     ids, short = after.encode([text, ""])

@@ -8,7 +8,6 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import automodel.models.commit
 import automodel.models.resolution
 from automodel.models.auto import NeMoAutoConfig, NeMoAutoModelForCausalLM, build_on_meta, quiet_kernel_fallbacks
 
@@ -84,8 +83,8 @@ class TestOneCommit:
 
     @pytest.mark.parametrize(
         ("owner", "function"),
-        [(automodel.models.commit, "hf_hub_download"), (AutoConfig, "from_pretrained")],
-        ids=["after-the-download", "after-the-config"],
+        [(automodel.models.resolution, "select_commit"), (AutoConfig, "from_pretrained")],
+        ids=["after-the-commit", "after-the-config"],
     )
     def test_a_branch_that_moves_inside_one_load(self, hub, move_after, owner, function):
         move_after(owner, function)
@@ -94,7 +93,7 @@ class TestOneCommit:
         assert commit_of(model) == FIRST
 
     def test_a_branch_that_moves_inside_one_config_read(self, hub, move_after):
-        move_after(automodel.models.commit, "hf_hub_download")
+        move_after(automodel.models.resolution, "select_commit")
         config = NeMoAutoConfig.from_pretrained(hub.name, **offline(hub))
         assert (config.rms_norm_eps, config._commit_hash) == (EPSILON[FIRST], FIRST)
 
@@ -227,6 +226,10 @@ class TestConfigSources:
         assert isinstance(model, LlamaForCausalLM)
         assert model.training
         assert model.config.use_cache is False
+
+    def test_a_revision_beside_a_ready_config_warns(self, caplog):
+        NeMoAutoModelForCausalLM.from_config(LLAMA, revision="dev")
+        assert "revision=dev has no effect" in caplog.text
 
     def test_use_cache_on_request(self):
         assert NeMoAutoModelForCausalLM.from_config(LLAMA, use_cache=True).config.use_cache is True

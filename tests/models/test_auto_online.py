@@ -12,9 +12,12 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FIRST, SECOND = "1" * 40, "2" * 40
 
@@ -39,8 +42,8 @@ class Hub:
         self.commits: dict[str, dict[str, Path]] = {}
         self.branches: dict[str, str] = {}
         self.requests: list[str] = []
-        # Called after a file of `main` was asked for: (repository, file).
-        self.after_request = lambda name, file: None
+        # Called with the repository after `main` was asked for.
+        self.after_request = lambda name: None
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -79,8 +82,8 @@ class Hub:
             body = (folder / rest[-1]).read_bytes()
             headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": commit}
             self.reply(request, 200, body, headers, with_body=with_body)
-        if not is_api and revision == "main":
-            self.after_request(name, rest[-1])
+        if revision == "main":
+            self.after_request(name)
 
     def reply(self, request, status, body, headers, *, with_body=True):
         request.send_response(status)
@@ -91,60 +94,46 @@ class Hub:
             request.wfile.write(body)
 
 
-@pytest.fixture
-def hub():
-    server = Hub()
-    yield server
-    server.server.shutdown()
-    server.server.server_close()
+SCRIPT = """
+import json
+from automodel import NeMoAutoConfig, NeMoAutoModelForCausalLM
+
+def load(source, **options):
+    model = NeMoAutoModelForCausalLM.from_pretrained(source, **options)
+    weight = model.lm_head.weight[0, 0].item()
+    return [model.config.rms_norm_eps, weight, getattr(model, "version", None)]
+
+def refuses(source):
+    try:
+        NeMoAutoConfig.from_pretrained(source, revision="1" * 40)
+    except ValueError as error:
+        return "trust_remote_code" in str(error)
+
+seen = {}
+config = NeMoAutoConfig.from_pretrained("org/tiny")
+seen["first"] = load("org/tiny", config=config)
+seen["fresh"] = load("org/tiny")
+seen["forced"] = load("org/tiny", force_download=True)
+seen["cached"] = load("org/tiny", local_files_only=True)
+seen["old"] = load("org/tiny", revision="1" * 40, local_files_only=True)
+
+trust = {"trust_remote_code": True}
+seen["refused"] = [refuses("org/custom"), refuses(FOLDER)]
+config = NeMoAutoConfig.from_pretrained("org/custom", **trust)
+seen["custom_built"] = NeMoAutoModelForCausalLM.from_config(config, **trust).version
+seen["custom_loaded"] = load("org/custom", config=config, **trust)
+seen["custom_folder"] = load(FOLDER, **trust)
+print(json.dumps(seen))
+"""
 
 
-def run(hub, tmp_path, script):
-    """Run a script against the server, with a cache of its own; return what it prints as JSON."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    script = "import json\nfrom automodel import NeMoAutoConfig, NeMoAutoModelForCausalLM\n" + script
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_a_branch_that_moves_while_the_hub_is_asked(hub, tmp_path, checkpoints):
-    hub.commits["org/tiny"] = dict(checkpoints)
-    hub.branches["org/tiny"] = FIRST
-
-    def move(name, file):
-        hub.branches[name] = SECOND
-
-    hub.after_request = move
-    loads = run(
-        hub,
-        tmp_path,
-        "def load(**options):\n"
-        "    model = NeMoAutoModelForCausalLM.from_pretrained('org/tiny', **options)\n"
-        "    return [model.config.rms_norm_eps, model.lm_head.weight[0, 0].item()]\n"
-        "config = NeMoAutoConfig.from_pretrained('org/tiny')\n"
-        "first = load(config=config)\n"
-        "fresh = load()\n"
-        "forced = load(force_download=True)\n"
-        "cached = load(local_files_only=True)\n"
-        "old = load(revision='1' * 40, local_files_only=True)\n"
-        "print(json.dumps([first, fresh, forced, cached, old]))\n",
-    )
-    # The second load asks the Hub again and sees that the branch moved: nothing is forced offline.
-    assert loads == [[0.001, 1.0], [0.002, 2.0], [0.002, 2.0], [0.002, 2.0], [0.001, 1.0]]
-    weights = [request for request in hub.requests if "safetensors" in request and request.startswith("GET")]
-    assert {request.split("/resolve/")[1].partition("/")[0] for request in weights} == {FIRST, SECOND}
-
-
-@pytest.fixture
-def custom_code(tmp_path, checkpoints):
+@pytest.fixture(scope="module")
+def custom_code(tmp_path_factory, checkpoints):
     """Two commits of a repository that brings its own model class, each with its version of it."""
     folders = {}
     for version, commit in enumerate((FIRST, SECOND), start=1):
-        folder = folders[commit] = tmp_path / f"custom_{version}"
-        shutil.copytree(checkpoints[commit], folder)
+        folder = folders[commit] = tmp_path_factory.mktemp("custom")
+        shutil.copytree(checkpoints[commit], folder, dirs_exist_ok=True)
         config = json.loads((folder / "config.json").read_text())
         config["model_type"] = "tiny_custom"
         config["auto_map"] = {
@@ -157,28 +146,64 @@ def custom_code(tmp_path, checkpoints):
     return folders
 
 
-def test_code_of_a_repository(hub, tmp_path, custom_code):
-    hub.commits["org/custom"] = custom_code
-    hub.branches["org/custom"] = FIRST
+@pytest.fixture(scope="module")
+def hub(checkpoints, custom_code):
+    """A server whose branches move to the second commit as soon as somebody has asked for the first."""
+    server = Hub()
+    for name, folders in (("org/tiny", checkpoints), ("org/custom", custom_code)):
+        server.commits[name] = dict(folders)
+        server.branches[name] = FIRST
+    server.after_request = lambda name: server.branches.update({name: SECOND})
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
 
-    def move(name, file):
-        hub.branches[name] = SECOND
 
-    hub.after_request = move
-    seen = run(
-        hub,
-        tmp_path,
-        "refused = []\n"
-        f"for source in ('org/custom', {str(custom_code[FIRST])!r}):\n"
-        "    try:\n"
-        "        NeMoAutoConfig.from_pretrained(source, revision='1' * 40)\n"
-        "    except ValueError as error:\n"
-        "        refused.append('trust_remote_code' in str(error))\n"
-        "config = NeMoAutoConfig.from_pretrained('org/custom', trust_remote_code=True)\n"
-        "built = NeMoAutoModelForCausalLM.from_config(config, trust_remote_code=True)\n"
-        "loaded = NeMoAutoModelForCausalLM.from_pretrained('org/custom', config=config, trust_remote_code=True)\n"
-        f"local = NeMoAutoModelForCausalLM.from_pretrained({str(custom_code[SECOND])!r}, trust_remote_code=True)\n"
-        "print(json.dumps([refused, built.version, loaded.version, loaded.lm_head.weight[0, 0].item(),\n"
-        "    local.version, local.lm_head.weight[0, 0].item()]))\n",
-    )
-    assert seen == [[True, True], 1, 1, 1.0, 2, 2.0]
+@pytest.fixture(scope="module")
+def seen(hub, custom_code, tmp_path_factory):
+    """What the script saw, in a process with a cache of its own."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path_factory.mktemp("home")), "HF_HUB_DISABLE_XET": "1"}
+    environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    script = f"FOLDER = {str(custom_code[SECOND])!r}\n" + SCRIPT
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_weights_follow_the_config_when_the_branch_moves(seen):
+    assert seen["first"] == [0.001, 1.0, None]
+
+
+def test_a_load_without_a_config_asks_the_hub_again(seen):
+    assert seen["fresh"] == seen["forced"] == [0.002, 2.0, None]
+
+
+def test_what_was_downloaded_is_found_without_the_hub(seen):
+    assert seen["cached"] == [0.002, 2.0, None]
+    assert seen["old"] == [0.001, 1.0, None]
+
+
+def test_weights_are_only_asked_for_by_commit(seen, hub):
+    revisions = {
+        request.split("/resolve/")[1].partition("/")[0] for request in hub.requests if "safetensors" in request
+    }
+    assert revisions == {FIRST, SECOND}
+
+
+def test_force_download_downloads_again(seen, hub):
+    weights = [request for request in hub.requests if request.startswith("GET /org/tiny") and "safetensors" in request]
+    assert len(weights) == 3
+
+
+def test_code_of_a_repository_needs_permission(seen):
+    assert seen["refused"] == [True, True]
+
+
+def test_code_of_a_repository_is_read_at_the_commit_of_its_config(seen):
+    assert seen["custom_built"] == 1
+    assert seen["custom_loaded"] == [0.001, 1.0, 1]
+
+
+def test_code_of_a_folder(seen):
+    assert seen["custom_folder"] == [0.002, 2.0, 2]

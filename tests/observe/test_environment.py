@@ -69,11 +69,10 @@ def test_sections_and_versions_without_heavy_imports():
     assert all(isinstance(value, str) for values in sections.values() for value in values.values())
 
 
-def test_the_build_of_torch_is_read_from_its_text():
-    import torch
-
+def test_the_build_of_the_installed_torch_is_known():
     build = collect()["versions"]["torch built for"]
-    assert build == (f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU")
+    assert build.startswith(("CPU", "CUDA ", "ROCm ", "XPU "))
+    assert build == "CPU" or not version("torch").endswith("+cpu")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import io
+import logging
 import os
 import re
 import struct
@@ -67,13 +68,13 @@ class Terminal:
         self.stream = os.fdopen(slave, "w", encoding="ascii")
 
     def read(self) -> str:
-        """Everything written since the last call."""
+        """Everything written since the last call; an end mark follows it, as a pty may deliver late and in pieces."""
+        self.stream.write("\x04")
         self.stream.flush()
-        os.set_blocking(self.master, False)
-        try:
-            return os.read(self.master, 1 << 16).decode("ascii")
-        except BlockingIOError:
-            return ""
+        text = ""
+        while not text.endswith("\x04"):
+            text += os.read(self.master, 1 << 16).decode("ascii")
+        return text[:-1]
 
     def close(self) -> None:
         self.stream.close()
@@ -178,6 +179,31 @@ def test_messages_and_validation_leave_the_live_line_below(terminal, clock):
     ]
     assert shown[3].startswith("step   1/300")
     assert len(shown) == 4
+
+
+def test_the_log_of_a_terminal_goes_above_the_live_line(terminal, clock):
+    handler = logging.StreamHandler(terminal.stream)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        progress = Progress(terminal.stream, first_step=0, last_step=299, clock=clock)
+        with progress.log_through():
+            progress.step(ROW)
+            logging.getLogger("elsewhere").warning("the disk is nearly full")
+        assert handler in root.handlers
+    finally:
+        root.removeHandler(handler)
+    shown = show(terminal.read())
+    assert shown[0] == "WARNING: the disk is nearly full"
+    assert shown[1].startswith("step   1/300")
+    assert len(shown) == 2
+
+
+def test_messages_cannot_steer_the_terminal_or_break_its_encoding(terminal, clock):
+    progress = Progress(terminal.stream, first_step=0, last_step=9, clock=clock)
+    progress.message("a\x1b[2Jb\tc\nd \u00e9 \ud800")
+    assert terminal.read() == "a\\x1b[2Jb\tc\nd \\xe9 \\ud800\n"
 
 
 def test_a_pipe_gets_plain_lines_first_last_and_in_between(clock):

@@ -2,9 +2,9 @@
 
     python import_effects.py ROOT PACKAGE...
 
-The libraries are imported first, so that what is seen belongs to the packages below ROOT. An access counts when the
-code that makes it, the standard library's wrappers aside, is a file of these packages; starting a GPU counts wherever
-it comes from. Prints one line per access.
+An access counts when the code that makes it, the standard library's wrappers aside, is a file of these packages: what
+other libraries do while they are imported or called is theirs, such as what Triton reads when it decorates a kernel.
+Starting a GPU counts wherever it comes from. Prints one line per access.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 import triton
 
 if TYPE_CHECKING:
@@ -114,9 +113,6 @@ def import_all(package: str) -> None:
 def main(root: str, *packages: str) -> None:
     """Observes the packages below `root` and prints the accesses."""
     sys.path.insert(0, root)
-    for library in ("numpy", "safetensors.torch", "tokenizers", "torch.distributed.fsdp", "triton.language", "yaml"):
-        importlib.import_module(library)
-    transformers.AutoModelForCausalLM, transformers.AutoTokenizer  # noqa: B018 - loads what is loaded lazily
     observer = Observer(Path(root, package) for package in packages)
     observer.watch_environment()
     observer.watch_gpu()

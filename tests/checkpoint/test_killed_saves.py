@@ -1,0 +1,138 @@
+"""A save that is killed at any moment leaves checkpoints that load whole, and pointers to such ones only."""
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel.checkpoint.directories import (
+    LATEST,
+    LOWEST_VAL,
+    find_complete_checkpoints,
+    find_latest_checkpoint,
+    is_checkpoint_incomplete,
+    read_checkpoint_pointer,
+)
+
+SCRIPT = Path(__file__).with_name("saving_process.py")
+
+
+@pytest.fixture(scope="module")
+def saving():
+    spec = importlib.util.spec_from_file_location("saving_process", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def saver():
+    """The process of saving_process.py; it is asked for saves and its forks are killed."""
+    process = subprocess.Popen([sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(root, saves, *, keep=None, die_before=None, kill_after=None):
+        """Return the values whose saves returned before the process died."""
+        request = {"root": str(root), "saves": saves, "keep": keep, "die_before": die_before}
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        pid = int(process.stdout.readline())
+        if kill_after is not None:
+            threading.Timer(kill_after, os.kill, (pid, signal.SIGKILL)).start()
+        lines = iter(process.stdout.readline, "end\n")
+        return [float(line.split()[1]) for line in lines]
+
+    yield run
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
+
+
+def value_of(saving, checkpoint):
+    """Load a checkpoint and return the one value that all of it holds."""
+    state = saving.make_state()
+    saving.make_checkpointer(checkpoint.parent, None).restore(checkpoint, state)
+    buffers = [state.optimizer.state[parameter]["momentum_buffer"] for parameter in state.model.parameters()]
+    values = set(torch.cat([tensor.flatten() for tensor in (*state.model.parameters(), *buffers)]).tolist())
+    assert len(values) == 1, f"{checkpoint} mixes {values}"
+    assert checkpoint.name == f"epoch_0_step_{state.step_scheduler.step}"
+    assert json.loads((checkpoint / "losses.json").read_text()) == {"val_loss": values.copy().pop()}
+    return values.pop()
+
+
+def check(saving, root, written):
+    """Every checkpoint that looks complete loads and holds one of the values written; so does what LATEST means."""
+    values = {path: value_of(saving, path) for path in find_complete_checkpoints(root)}
+    assert set(values.values()) <= set(written)
+    latest = find_latest_checkpoint(root)
+    assert latest in values or (latest is None and not values)
+    for name in (LATEST, LOWEST_VAL):
+        target = read_checkpoint_pointer(root, name)
+        assert target is None or target in values or is_checkpoint_incomplete(target)
+    return latest, values
+
+
+def test_kills_at_random_moments(saving, saver, tmp_path):
+    # The steps repeat, so that directories are saved over, also the one that LATEST points to.
+    draw = random.Random(20)
+    root = tmp_path / "checkpoints"
+    value, written = 0, []
+    for round_number in range(10):
+        saves = []
+        for _ in range(400):
+            value += 1
+            saves.append((draw.choice((3, 5, 5, 8, 13)), float(value)))
+        returned = saver(root, saves, keep=draw.choice((None, 2)), kill_after=draw.uniform(0.02, 0.25))
+        assert len(returned) < len(saves), "the process ended before it was killed"
+        # The save that was running may have been complete already.
+        written += [*returned, saves[len(returned)][1]]
+        latest, values = check(saving, root, written)
+        assert latest is not None or round_number == 0
+        if latest is not None and returned and saves[len(returned)][0] != saves[len(returned) - 1][0]:
+            assert values[latest] >= returned[-1], "a finished save was lost"
+        value = int(written[-1])
+
+
+def test_kills_before_each_change_of_a_save_over_the_latest(saving, saver, tmp_path):
+    """LATEST names the very checkpoint that is saved again: an older one must be found until the new one is whole."""
+    survived = False
+    outcomes = set()
+    for number in range(1, 200):
+        root = tmp_path / str(number)
+        assert saver(root, [(1, 10.0), (2, 20.0)]) == [10.0, 20.0]
+        survived = saver(root, [(2, 5.0)], die_before=number) == [5.0]
+        latest, values = check(saving, root, (10.0, 20.0, 5.0))
+        outcomes.add(values[latest])
+        # The next run takes up whatever is left and saves over it.
+        assert saver(root, [(2, 4.0), (3, 30.0)], keep=1) == [4.0, 30.0]
+        latest, values = check(saving, root, (4.0, 30.0))
+        assert values[latest] == 30.0
+        assert read_checkpoint_pointer(root, LOWEST_VAL) == root / "epoch_0_step_2"
+        if survived:
+            break
+    assert survived, "the save has more changes than were tried"
+    assert number > 20, "the save was killed at too few places"
+    assert outcomes == {20.0, 10.0, 5.0}
+
+
+def test_kills_before_each_change_while_old_checkpoints_are_removed(saving, saver, tmp_path):
+    count = 0
+    for number in range(1, 400, 5):
+        root = tmp_path / str(number)
+        saver(root, [(step, float(step)) for step in (1, 2, 3)])
+        returned = saver(root, [(4, 4.0)], keep=1, die_before=number)
+        latest, values = check(saving, root, (1.0, 2.0, 3.0, 4.0))
+        assert values[latest] in (3.0, 4.0)
+        assert values[root / "epoch_0_step_1"] == 1.0, "LOWEST_VAL keeps it"
+        count += 1
+        if returned:
+            assert {path.name for path in values} == {"epoch_0_step_1", "epoch_0_step_4"}
+            break
+    assert returned
+    assert count > 5
