@@ -182,7 +182,7 @@ class ConfigNode:
             raise ValueError(f"{dotted!r} is not a dotted path")
         node: Any = self
         for index, part in enumerate(parts[:-1]):
-            node = _descend(node, part, dotted=dotted, place=".".join(parts[: index + 1]))
+            node = _descend(node, part, dotted=dotted, place=".".join(parts[:index]))
         last = parts[-1]
         if isinstance(node, _ConfigList):
             node.put(_list_position(node, last, dotted=dotted), value, path=dotted)

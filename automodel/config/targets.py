@@ -67,7 +67,7 @@ def resolve_target(target: str | Callable[..., Any]) -> Callable[..., Any]:
     is_file = ":" in target or target.endswith(".py")
     resolved = _resolve_file_symbol(target) if is_file else _resolve_dotted(target)
     if not callable(resolved):
-        raise ImportError(f"target {target!r} cannot be called: it is a {type(resolved).__name__}")
+        raise ImportError(f"target {target!r} cannot be called: it is of type {type(resolved).__name__}")
     return resolved
 
 

@@ -78,11 +78,11 @@ class TrainFinetuneRecipeForNextTokenPrediction:
         self.folder.write_config(self.config_text)
         with phase("tokenizer"):
             tokenizer = parts.build_tokenizer(sections)
-        with phase("data"):
-            data = parts.build_data(sections, tokenizer)
         with phase("model"):
             model = parts.build_model(sections, device=device)
             parts.check_vocabulary(model, tokenizer)
+        with phase("data"):
+            data = parts.build_data(sections, tokenizer)
         with phase("optimizer"):
             optimizer = parts.build_optimizer(sections.optimizer, model)
             scheduler = StepScheduler(sections.step_scheduler, batches_per_epoch=len(data.loader))

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -86,6 +87,9 @@ def say(line: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    # The first save imports much of PyTorch; the forks inherit it.
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpointer(Path(folder), None).save(make_state(), losses={}, final=False)
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

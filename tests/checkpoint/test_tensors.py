@@ -48,7 +48,7 @@ class Unusual(nn.Module):
         super().__init__()
         self.scalar = nn.Parameter(torch.rand(()))
         self.transposed = nn.Parameter(torch.rand(3, 5).t())
-        self.half = nn.Parameter(torch.rand(4).to(torch.bfloat16))
+        self.short = nn.Parameter(torch.rand(4).to(torch.bfloat16))
         self.frozen = nn.Parameter(torch.rand(4), requires_grad=False)
         self.register_buffer("counter", torch.tensor(3))
         self.register_buffer("empty", torch.empty(0))

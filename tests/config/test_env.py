@@ -38,7 +38,9 @@ def test_placeholders_are_replaced_once(text, expected):
     assert interpolate(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "plain", "$5", "5$", "$", "$$", "${}", "${5}", "a $ b", "${ AM_HOST }", "%AM_HOST%"])
+@pytest.mark.parametrize(
+    "text", ["", "plain", "$5", "5$", "$", "$$", "${}", "${5}", "a $ b", "${ AM_HOST }", "%AM_HOST%"]
+)
 def test_other_dollar_signs_stay(text):
     assert not has_placeholder(text)
     assert interpolate(text) == text

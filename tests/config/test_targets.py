@@ -26,7 +26,9 @@ def switch_off(monkeypatch):
 @pytest.fixture
 def user_file(tmp_path):
     file = tmp_path / "user_code.py"
-    file.write_text("VALUE = 3\n\ndef double(x):\n    return 2 * x\n\ndef _hidden():\n    pass\n\ndef a__b():\n    pass\n")
+    file.write_text(
+        "VALUE = 3\n\ndef double(x):\n    return 2 * x\n\ndef _hidden():\n    pass\n\ndef a__b():\n    pass\n"
+    )
     return file
 
 
@@ -73,8 +75,8 @@ def test_a_callable_is_passed_through():
         ("", "is not a dotted path"),
         ("a b.c", "'a b.c' is not a dotted path"),
         ("collections..x", "is not a dotted path"),
-        ("os.sep", "'os.sep' cannot be called: it is a str"),
-        ("os.path", "'os.path' cannot be called: it is a module"),
+        ("os.sep", "'os.sep' cannot be called: it is of type str"),
+        ("os.path", "'os.path' cannot be called: it is of type module"),
     ],
 )
 def test_an_unresolvable_target_is_an_import_error_that_names_it(name, message):
@@ -154,7 +156,7 @@ def test_a_bad_file_target_is_both_errors_that_callers_catch(user_file, target, 
 
 
 def test_a_symbol_of_a_file_must_be_callable(user_file):
-    with pytest.raises(ImportError, match="user_code.py:VALUE' cannot be called: it is a int"):
+    with pytest.raises(ImportError, match=r"user_code\.py:VALUE' cannot be called: it is of type int"):
         resolve_target(f"{user_file}:VALUE")
 
 
@@ -176,7 +178,11 @@ def test_a_file_that_fails_leaves_no_module_behind(user_file):
     ("theirs", "module", "name"),
     [
         ("nemo_automodel.components.training.rng.StatefulRNG", "automodel.training.rng", "StatefulRNG"),
-        ("nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy", "automodel.training.loss", "MaskedCrossEntropy"),
+        (
+            "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy",
+            "automodel.training.loss",
+            "MaskedCrossEntropy",
+        ),
         ("nemo_automodel.components.datasets.utils.default_collater", "automodel.data.collate", "default_collater"),
         ("nemo_automodel.components.config.loader.ConfigNode", "automodel.config.loader", "ConfigNode"),
     ],

@@ -228,6 +228,12 @@ def test_secrets_never_reach_the_run_folder(recipe, tmp_path, monkeypatch):
     assert saved["ci"]["api_key"] == "${PRIVATE_CORPUS_KEY}"
 
 
+def test_a_vocabulary_that_is_too_small_is_refused(recipe, tmp_path, capsys):
+    command = ["run", recipe.write(), "--run-dir", str(tmp_path / "run"), "--model.config.vocab_size", "100"]
+    assert main(command) == 2
+    assert "the tokenizer has 320 tokens but the model's vocab_size is 100" in capsys.readouterr().err
+
+
 def test_deterministic_mode_is_switched_on(recipe, tmp_path):
     recipe["deterministic"] = True
     process = start(recipe.write(), tmp_path / "run", "--step_scheduler.max_steps", "1")
