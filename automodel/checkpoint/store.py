@@ -177,7 +177,7 @@ class Checkpointer:
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
             last = find_latest_checkpoint(self.root) if self.root.is_dir() else None
             raise CheckpointSaveError(
-                f"the checkpoint {directory} could not be written: {error}; "
+                f"the checkpoint {directory} could not be written: {_reason(error)}; "
                 f"the last good checkpoint is {last if last is not None else 'none'}"
             ) from error
         keep = self._config.max_recent_checkpoints
@@ -236,6 +236,13 @@ class Checkpointer:
             if lowest <= value:
                 return
         point_to(directory, LOWEST_VAL)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in a line: PyTorch wraps the error of a rank in one that quotes its whole traceback."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return str(error) or type(error).__name__
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:

@@ -22,7 +22,9 @@ def save_model(model: nn.Module, directory: Path) -> None:
     directory.mkdir(parents=True)
     with _single_process():
         writer = dcp.HuggingFaceStorageWriter(str(directory), save_distributed=True)
-        dcp.save(dict(_untied_state(model)), storage_writer=writer, no_dist=True)
+        # The format holds contiguous tensors only.
+        state = {name: tensor.contiguous() for name, tensor in _untied_state(model)}
+        dcp.save(state, storage_writer=writer, no_dist=True)
 
 
 def load_model(model: nn.Module, directory: Path) -> None:

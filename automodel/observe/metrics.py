@@ -24,6 +24,7 @@ __all__ = [
     "ValidationRow",
     "discard_rows_after",
     "read_rows",
+    "set_aside",
     "utc_timestamp",
 ]
 
@@ -167,6 +168,18 @@ def discard_rows_after(path: Path, step: int) -> int:
     if path.exists() and path.stat().st_size != len(content):
         replace_file(path, content)
     return len(rows) - len(kept)
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a file that an earlier run left, so that a fresh start mixes nothing into it; return its new name."""
+    if not path.exists():
+        return None
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(aside)
+    logger.info("%s of an earlier run is kept as %s", path.name, aside.name)
+    return aside
 
 
 def _encode(row: TrainingRow | ValidationRow) -> bytes:

@@ -11,7 +11,7 @@ import yaml
 from automodel.checkpoint.store import Checkpointer, RunState
 from automodel.config.loader import ConfigNode
 from automodel.distributed.env import read_launch_environment
-from automodel.observe.metrics import discard_rows_after
+from automodel.observe.metrics import discard_rows_after, set_aside
 from automodel.observe.run_folder import RunFolder
 from automodel.observe.timeline import Timeline
 from automodel.recipes import parts
@@ -104,9 +104,12 @@ class TrainFinetuneRecipeForNextTokenPrediction:
             if checkpointer is not None and restored_from is not None:
                 checkpointer.restore(restored_from, state)
                 logger.info("resumed from %s: the next step is %d", restored_from, scheduler.step + 1)
-        # Rows of steps that a killed run made after its last checkpoint: those steps run again.
         for file in (self.folder.training_file, self.folder.validation_file):
-            discard_rows_after(file, scheduler.step if restored_from is not None else -2)
+            if restored_from is None:
+                set_aside(file)
+            else:
+                # Steps that a killed run made after its last checkpoint run again.
+                discard_rows_after(file, scheduler.step)
         self.job = TrainingJob(
             sections=sections,
             folder=self.folder,

@@ -187,7 +187,7 @@ class TrainingLoop:
     def _after_step(self, result: StepResult) -> None:
         """Validate, save and collect garbage where that is due; a stop signal brings a checkpoint too."""
         scheduler = self._scheduler
-        self._outcome.losses = {"train_loss": result.loss}
+        self._outcome.losses = {"train_loss": result.loss} if result.applied else {}
         if scheduler.is_validation_due and self._signals.received is None:
             self._validate(lr=result.lr)
         if scheduler.is_checkpoint_due or self._signals.received is not None:
@@ -238,7 +238,8 @@ class TrainingLoop:
             num_label_tokens=evaluation.num_label_tokens,
             time_validation=seconds,
         )
-        self._outcome.losses["val_loss"] = evaluation.loss
+        if math.isfinite(evaluation.loss):
+            self._outcome.losses["val_loss"] = evaluation.loss
         self._validation.append(row)
         self._progress.validation(row)
 

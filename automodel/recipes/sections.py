@@ -106,9 +106,9 @@ def build_sections(config: ConfigNode) -> RecipeSections:
     for name in ("model", "dataset", "optimizer"):
         if targets[name] is None:
             raise ValueError(f"the recipe needs a section {name}")
-    config.resolve_targets()
     for name, node in targets.items():
         if node is not None:
+            node.resolve_targets()
             check_arguments(node, provided=_TARGET_SECTIONS[name])
     return RecipeSections(
         recipe=_resolve_recipe(config.get("recipe", DEFAULT_RECIPE)),
@@ -157,7 +157,7 @@ def _schema_node(config: ConfigNode, name: str) -> Any:
 
 def _rng_node(config: ConfigNode, node: Any) -> Any:
     seed = config.get("seed")
-    if seed is None:
+    if seed is None or not (node is None or isinstance(node, ConfigNode)):
         return node
     if node is not None and node.get("seed", seed) != seed:
         raise ValueError(f"seed is {seed!r} but rng.seed is {node.get('seed')!r}; keep one of them")

@@ -146,16 +146,27 @@ class StepScheduler:
 
     def state_dict(self) -> dict[str, int]:
         """The position, for a checkpoint."""
-        return {"version": STATE_VERSION, "step": self.step, "epoch": self.epoch}
+        return {
+            "version": STATE_VERSION,
+            "step": self.step,
+            "epoch": self.epoch,
+            "steps_per_epoch": self.steps_per_epoch,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take the position of a checkpoint: the next step is the one after it.
 
         Raises:
-            ValueError: the state is of a newer version.
+            ValueError: the state is of a newer version, or of a run whose epochs had another number of steps, so that
+                the step's number means another place in the data.
         """
         if state["version"] > STATE_VERSION:
             raise ValueError(f"the step scheduler's state has version {state['version']}, newer than {STATE_VERSION}")
+        if state["steps_per_epoch"] != self.steps_per_epoch:
+            raise ValueError(
+                f"the checkpoint's epochs have {state['steps_per_epoch']} steps, but {self.steps_per_epoch} here: "
+                "to resume, keep the dataset and step_scheduler.global_batch_size"
+            )
         self.step = state["step"]
         self.epoch = state["epoch"]
 

@@ -1,7 +1,6 @@
 """Checkpointer: exact resumption, what a directory holds, whose it is, and what a failed save leaves behind."""
 
 import copy
-import errno
 import json
 import os
 import resource
@@ -114,7 +113,7 @@ def test_what_a_checkpoint_holds(tiny_run, checkpointer):
     manifest = json.loads((directory / "checkpoint.json").read_text())
     assert manifest["format"] == "automodel-checkpoint"
     assert (manifest["version"], manifest["step"], manifest["epoch"]) == (FORMAT_VERSION, 1, 0)
-    assert os.readlink(directory.parent / "LATEST") == directory.name
+    assert str((directory.parent / "LATEST").readlink()) == directory.name
 
 
 def test_the_consolidated_copy_loads_in_plain_transformers(tiny_run, checkpointer):
@@ -237,7 +236,7 @@ def test_restore_from_decides_what_is_resumed(tiny_run, checkpointer, save_at, t
 
 
 def lowest(store):
-    return os.readlink(store.root / "LOWEST_VAL")
+    return str((store.root / "LOWEST_VAL").readlink())
 
 
 def test_lowest_val_follows_the_metric(tiny_run, checkpointer, save_at):
@@ -323,20 +322,15 @@ def small_disk(tmp_path):
 def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk, tiny_run, tiny_model, checkpointer, save_at):
     run, store = tiny_run(tiny_model(100)), checkpointer(root=small_disk / "checkpoints")
     run.train(1)
-    good, step = save_at(store, run, 1), 1
+    good = save_at(store, run, 1)
     filler = small_disk / "filler"
     free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
     # Full at the first byte, in the model's shards, in the optimizer's state, and in the small files at the end.
-    for left in (0, 20_000, 100_000, 130_000, 160_000):
+    for step, left in enumerate((0, 20_000, 100_000, 130_000, 160_000), start=2):
         filler.write_bytes(bytes(max(free - left, 0)))
-        step += 1
-        try:
-            good = save_at(store, run, step)
-        except CheckpointSaveError as error:
-            assert f"epoch_0_step_{step}" in str(error)
-            assert str(good) in str(error)
-            assert os.strerror(errno.ENOSPC) in str(error) or error.__cause__ is not None
+        with pytest.raises(CheckpointSaveError, match=f"epoch_0_step_{step} .*last good checkpoint is {good}") as error:
+            save_at(store, run, step)
+        assert error.value.__cause__ is not None
         filler.unlink()
         assert find_latest_checkpoint(store.root) == good
         store.restore(good, tiny_run(tiny_model(100)).state)
-    assert good.name == "epoch_0_step_1"

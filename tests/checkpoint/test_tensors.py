@@ -1,6 +1,5 @@
 """Tensors on disk: what is written, how it is read back, and which models are the same."""
 
-import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -101,9 +100,3 @@ def test_the_signature_tells_models_apart_by_class_names_and_shapes(tiny_model):
     renamed = type("Renamed", (tiny_model,), {})
     others = [tiny_model(16), tiny_model(tied=True), renamed(), nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
     assert len({signature, *map(tensors.model_signature, others)}) == len(others) + 1
-
-
-@pytest.mark.parametrize("layers", [0, 2])
-def test_a_model_without_save_pretrained_writes_no_consolidated_copy(tmp_path, layers):
-    tensors.save_consolidated(nn.Sequential(*[nn.Linear(2, 2)] * layers), None, tmp_path / "consolidated")
-    assert not (tmp_path / "consolidated").exists()

@@ -465,7 +465,7 @@ def test_loading_a_shipped_recipe_imports_nothing_heavy():
 def test_the_shipped_recipes_load_and_print(name):
     config = load_yaml_config(find_recipe(name))
     assert ConfigNode(yaml.safe_load(str(config))) == config
-    assert config.step_scheduler.global_batch_size == 8
+    assert isinstance(config.step_scheduler.global_batch_size, int)
     assert isinstance(config.optimizer.lr, float)
 
 

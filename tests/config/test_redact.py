@@ -5,9 +5,30 @@ from automodel.config.redact import REDACTED, is_sensitive_key, redact_text
 
 @pytest.mark.parametrize(
     "name",
-    ["password", "DB_PASSWORD", "passwd", "pwd", "secret", "client_secret", "api_key", "apiKey", "APIKey", "apikey"]
-    + ["OPENAI_API_KEY", "aws_access_key", "private-key", "credential", "auth", "authorization", "bearer", "token"]
-    + ["hf_token", "DATABRICKS_TOKEN", "access_token", "authToken"],
+    [
+        "password",
+        "DB_PASSWORD",
+        "passwd",
+        "pwd",
+        "secret",
+        "client_secret",
+        "api_key",
+        "apiKey",
+        "APIKey",
+        "apikey",
+        "OPENAI_API_KEY",
+        "aws_access_key",
+        "private-key",
+        "credential",
+        "auth",
+        "authorization",
+        "bearer",
+        "token",
+        "hf_token",
+        "DATABRICKS_TOKEN",
+        "access_token",
+        "authToken",
+    ],
 )
 def test_sensitive_keys(name):
     assert is_sensitive_key(name)
@@ -15,8 +36,26 @@ def test_sensitive_keys(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["tokenizer", "num_tokens", "max_new_tokens", "author", "authors", "eos_token", "bos_token", "pad_token"]
-    + ["unk_token", "mask_token", "sep_token", "cls_token", "pad_token_id", "key", "keys", "lr", "monkey", ""],
+    [
+        "tokenizer",
+        "num_tokens",
+        "max_new_tokens",
+        "author",
+        "authors",
+        "eos_token",
+        "bos_token",
+        "pad_token",
+        "unk_token",
+        "mask_token",
+        "sep_token",
+        "cls_token",
+        "pad_token_id",
+        "key",
+        "keys",
+        "lr",
+        "monkey",
+        "_",
+    ],
 )
 def test_harmless_keys(name):
     assert not is_sensitive_key(name)

@@ -16,6 +16,7 @@ from automodel.observe.metrics import (
     ValidationRow,
     discard_rows_after,
     read_rows,
+    set_aside,
     utc_timestamp,
 )
 
@@ -257,3 +258,16 @@ def test_discarding_needs_steps(tmp_path):
     with pytest.raises(ValueError, match=r"line 1: step must be a whole number, got None"):
         discard_rows_after(path, 0)
     assert path.read_text() == '{"loss": 1.0}\n'
+
+
+def test_setting_aside_keeps_every_earlier_file(tmp_path):
+    path = tmp_path / "training.jsonl"
+    assert set_aside(path) is None
+    for number in (1, 2):
+        path.write_text(f"rows of run {number}")
+        assert set_aside(path) == tmp_path / f"training.jsonl.{number}"
+    assert not path.exists()
+    assert [(tmp_path / f"training.jsonl.{number}").read_text() for number in (1, 2)] == [
+        "rows of run 1",
+        "rows of run 2",
+    ]

@@ -1,6 +1,5 @@
+import os
 import random
-import subprocess
-import sys
 
 import numpy
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from automodel.config.loader import ConfigNode
 from automodel.config.sections import build_section
-from automodel.training.rng import RngConfig, StatefulRNG
+from automodel.training.rng import RngConfig, StatefulRNG, enable_determinism
 
 
 @pytest.fixture(autouse=True)
@@ -97,13 +96,25 @@ def test_the_section_of_an_existing_recipe():
     assert build_section(RngConfig, None, "rng") == RngConfig(seed=42, ranked=False)
 
 
-def test_determinism():
-    code = (
-        "import os, torch\n"
-        "from automodel.training.rng import enable_determinism\n"
-        "enable_determinism()\n"
-        "assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark\n"
-        "print(os.environ['CUBLAS_WORKSPACE_CONFIG'])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == ":4096:8"
+def test_determinism(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "any")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    benchmark = torch.backends.cudnn.benchmark
+    try:
+        enable_determinism()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def test_determinism_keeps_the_users_workspace(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    try:
+        enable_determinism()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

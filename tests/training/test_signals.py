@@ -30,10 +30,14 @@ def test_a_signal_is_remembered_and_the_handlers_come_back(handlers, number):
 
 
 def test_a_second_ctrl_c_interrupts_at_once(handlers):
-    with pytest.raises(KeyboardInterrupt), StopSignals() as signals:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert signals.received is signal.SIGINT
-        os.kill(os.getpid(), signal.SIGINT)
+    def press_twice():
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signals.received is signal.SIGINT
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
     assert {each: signal.getsignal(each) for each in STOPS} == handlers
 
 
