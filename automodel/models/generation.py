@@ -28,8 +28,10 @@ def complete(
         seed: Of the draws.
 
     Raises:
-        ValueError: the prompt holds no token.
+        ValueError: the prompt holds no token, or the temperature is not positive.
     """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
     device = next(model.parameters()).device
     ids = torch.tensor([tokenizer.encode(prompt)], device=device)
     if ids.numel() == 0:

@@ -146,6 +146,9 @@ def _estimate_memory(
 def _optimizer_state_bytes(node: ConfigNode, model: nn.Module) -> int | None:
     """Bytes that the optimizer holds after a step, found by a step over meta tensors."""
     optimizer = parts.build_optimizer(node, model)
+    for group in optimizer.param_groups:
+        # Fused kernels hold the same state, but do not run without a device.
+        group["fused"] = False
     try:
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -34,6 +34,6 @@ class StopSignals:
         self._previous.clear()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received is not None:
+        if number == signal.SIGINT and self.received == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)

@@ -104,7 +104,7 @@ def save_at():
     """Save a run as if it had just run step `step`; its losses decide LOWEST_VAL."""
 
     def save(checkpointer: Checkpointer, run: TinyRun, step: int, **losses: float):
-        run.scheduler.load_state_dict({"version": 1, "step": step, "epoch": 0})
+        run.scheduler.load_state_dict({**run.scheduler.state_dict(), "step": step, "epoch": 0})
         return checkpointer.save(run.state, losses=losses, final=False)
 
     return save

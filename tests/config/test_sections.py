@@ -15,6 +15,11 @@ class Inner:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotBuilt:
+    enabled: bool = setting(False, off=(False,))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Section:
     size: int = setting(help="required")
     rate: float = setting(0.5)
@@ -25,6 +30,7 @@ class Section:
     inner: Inner = setting(factory=Inner)
     either: int | Literal["auto"] = setting("auto")
     maybe: Inner | None = setting(None)
+    several: int | NotBuilt = setting(0)
     anything: Any = setting(None)
     node: ConfigNode | None = setting(None)
     tp_size: int = setting(1, off=(1, 0))
@@ -123,6 +129,13 @@ def test_what_is_not_built_yet_cannot_be_switched_on(key, value):
     with pytest.raises(NotAvailableYetError, match=f"^sec.{key}: {value} is not available yet$") as caught:
         build(**{key: value})
     assert isinstance(caught.value, ValueError)
+
+
+def test_what_is_not_built_yet_says_so_inside_a_choice_of_types():
+    assert build(several=2).several == 2
+    assert build(several={"enabled": False}).several == NotBuilt()
+    with pytest.raises(NotAvailableYetError, match=r"^sec\.several\.enabled: True is not available yet$"):
+        build(several={"enabled": True})
 
 
 def test_a_mistyped_value_of_what_is_not_built_yet_is_a_mistake():

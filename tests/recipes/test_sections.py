@@ -134,7 +134,9 @@ def test_a_key_that_is_switched_off_passes(section, values):
 
 
 def test_a_misspelt_section_is_named_with_the_nearest_one():
-    with pytest.raises(ValueError, match=r"unknown section 'embeding_row_repair' \(did you mean 'embedding_row_repair'"):
+    with pytest.raises(
+        ValueError, match=r"unknown section 'embeding_row_repair' \(did you mean 'embedding_row_repair'"
+    ):
         build(embeding_row_repair={"enabled": True})
 
 
@@ -291,7 +293,7 @@ def test_a_recipe_as_users_of_the_reference_system_write_it():
                 "rng": {"_target_": "nemo_automodel.components.training.rng.StatefulRNG", "seed": 1111, "ranked": True},
                 "model": {
                     "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_config",
-                    "config": {"_target_": "transformers.LlamaConfig", "vocab_size": 64, "hidden_size": 8},
+                    "config": {"_target_": "transformers.LlamaConfig", "vocab_size": 64, "hidden_size": 64},
                 },
                 "checkpoint": {
                     "enabled": True,
@@ -327,4 +329,4 @@ def test_a_recipe_as_users_of_the_reference_system_write_it():
     assert built.dataloader["_target_"] is StatefulDataLoader
     assert built.dataloader["collate_fn"] is default_collater
     assert isinstance(built.loss_fn.instantiate(), MaskedCrossEntropy)
-    assert built.model.instantiate().config.hidden_size == 8
+    assert built.model.instantiate().config.hidden_size == 64

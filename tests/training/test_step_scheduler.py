@@ -163,17 +163,24 @@ def test_the_position():
     for _ in scheduler.steps(Batches(2)):
         if scheduler.step == 2:
             break
-    assert scheduler.state_dict() == {"version": 1, "step": 2, "epoch": 1}
+    assert scheduler.state_dict() == {"version": 1, "step": 2, "epoch": 1, "steps_per_epoch": 2}
     resumed = scheduler_of(2, num_epochs=3)
     resumed.load_state_dict(scheduler.state_dict())
     assert (resumed.step, resumed.epoch, resumed.finished) == (2, 1, False)
     with pytest.raises(ValueError, match="state has version 2, newer than 1"):
-        resumed.load_state_dict({"version": 2, "step": 0, "epoch": 0})
+        resumed.load_state_dict({"version": 2, "step": 0, "epoch": 0, "steps_per_epoch": 2})
+
+
+def test_a_position_among_epochs_of_another_length_is_refused():
+    scheduler = scheduler_of(2, num_epochs=3)
+    with pytest.raises(ValueError, match=r"epochs have 5 steps, but 2 here: .*step_scheduler\.global_batch_size"):
+        scheduler.load_state_dict({"version": 1, "step": 3, "epoch": 0, "steps_per_epoch": 5})
+    assert (scheduler.step, scheduler.epoch) == (-1, 0)
 
 
 def test_a_run_that_is_past_its_new_end_is_finished():
     scheduler = scheduler_of(2, max_steps=3)
-    scheduler.load_state_dict({"version": 1, "step": 5, "epoch": 2})
+    scheduler.load_state_dict({"version": 1, "step": 5, "epoch": 2, "steps_per_epoch": 2})
     assert scheduler.finished
     assert walk(scheduler, Batches(2)) == []
 

@@ -1,0 +1,94 @@
+"""Run folders: never shared, never mixed up, free again when their process is gone."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from automodel.observe.run_folder import RunFolder, RunFolderBusyError
+
+HOLD = """
+import sys
+from pathlib import Path
+from automodel.observe.run_folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+MAKE = """
+import sys
+from pathlib import Path
+from automodel.observe.run_folder import RunFolder
+sys.stdin.readline()
+folders = [RunFolder.make_new(Path(sys.argv[1]), "run") for _ in range(20)]
+print(*[folder.path.name for folder in folders], flush=True)
+sys.stdin.read()
+"""
+
+
+def start(script, path):
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_new_folders_of_one_second_have_names_of_their_own(tmp_path):
+    folders = [RunFolder.make_new(tmp_path / "runs", "tiny") for _ in range(5)]
+    assert len({folder.path for folder in folders}) == 5
+    assert all(folder.path.name.startswith("tiny_") and not folder.is_continued for folder in folders)
+    for folder in folders:
+        folder.close()
+
+
+def test_processes_that_start_at_once_get_folders_of_their_own(tmp_path):
+    processes = [start(MAKE, tmp_path) for _ in range(2)]
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    names = [name for process in processes for name in process.stdout.readline().split()]
+    for process in processes:
+        process.communicate()
+    assert len(names) == len(set(names)) == 40
+
+
+def test_a_folder_with_a_configuration_is_continued(tmp_path):
+    with RunFolder(tmp_path / "a" / "run") as folder:
+        assert not folder.is_continued
+        folder.write_config("rng:\n  seed: 1\n")
+        text = folder.config_file.read_text()
+    assert text.startswith("# automodel run configuration, version 1")
+    assert text.endswith("rng:\n  seed: 1\n")
+    with RunFolder(tmp_path / "a" / "run") as again:
+        assert again.is_continued
+
+
+def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
+    process = start(HOLD, tmp_path / "run")
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(RunFolderBusyError, match=f"another process is training in {tmp_path / 'run'}"):
+        RunFolder(tmp_path / "run")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    RunFolder(tmp_path / "run").close()
+
+
+def test_a_folder_is_free_again_once_closed(tmp_path):
+    first = RunFolder(tmp_path / "run")
+    with pytest.raises(RunFolderBusyError):
+        RunFolder(tmp_path / "run")
+    first.close()
+    RunFolder(tmp_path / "run").close()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match="file"):
+        RunFolder(tmp_path / "file")
+
+
+def test_where_the_files_are(tmp_path):
+    with RunFolder(tmp_path / "run") as folder:
+        files = (folder.training_file, folder.validation_file, folder.report_file, folder.checkpoints)
+        names = [file.relative_to(folder.path).name for file in files]
+    assert names == ["training.jsonl", "validation.jsonl", "report.html", "checkpoints"]
