@@ -144,15 +144,16 @@ class Checkpointer:
         """Load a checkpoint into the objects of a run.
 
         Raises:
-            ValueError: it holds another model, or is of a newer format.
+            ValueError: it holds another model, does not fit the data or batch size, or is of a newer format.
         """
         if not _holds(checkpoint, state.model):
             other = _read_manifest(checkpoint)["model_class"]
             raise ValueError(f"{checkpoint} holds another model (a {other}) than the one that the recipe builds")
+        # First what may refuse the checkpoint: other data, another batch size.
+        state.step_scheduler.load_state_dict(_load(checkpoint / "step_scheduler.pt"))
+        state.dataloader.load_state_dict(_load(checkpoint / f"dataloader/dataloader_dp_rank_{self._rank}.pt"))
         tensors.load_model(state.model, checkpoint / "model")
         tensors.load_optimizer(state.model, state.optimizer, checkpoint / "optim")
-        state.dataloader.load_state_dict(_load(checkpoint / f"dataloader/dataloader_dp_rank_{self._rank}.pt"))
-        state.step_scheduler.load_state_dict(_load(checkpoint / "step_scheduler.pt"))
         # The random state last: nothing that runs after it may draw numbers.
         state.rng.load_state_dict(_load(checkpoint / f"rng/rng_global_rank_{self._rank}.pt"))
 

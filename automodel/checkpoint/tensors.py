@@ -1,6 +1,7 @@
 """Model and optimizer tensors on disk: safetensors shards and distributed-checkpoint files, through PyTorch's DCP."""
 
 import hashlib
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from automodel.models.tied_weights import tied_parameters
 
 __all__ = ["load_model", "load_optimizer", "model_signature", "save_model", "save_optimizer"]
+
+logger = logging.getLogger(__name__)
 
 
 def save_model(model: nn.Module, directory: Path) -> None:
@@ -41,11 +44,24 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """Read the state that `save_optimizer` wrote into an optimizer over the same parameters."""
+    """Read the state that `save_optimizer` wrote into an optimizer over the same parameters.
+
+    The settings of its parameter groups are part of that state; those that differ from the present ones are logged.
+    """
     state: dict[str, Any] = {"optim": get_optimizer_state_dict(model, optimizer)}
+    before = [_settings(group) for group in optimizer.param_groups]
     with _single_process():
         dcp.load(state, storage_reader=dcp.FileSystemReader(str(directory)), no_dist=True)
     set_optimizer_state_dict(model, optimizer, state["optim"])
+    for was, group in zip(before, optimizer.param_groups, strict=True):
+        for name, value in _settings(group).items():
+            if value != was.get(name, value):
+                logger.warning("optimizer.%s: the checkpoint's %r holds, not %r", name, value, was[name])
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters and its rate, which the schedule sets anew for every step."""
+    return {name: value for name, value in group.items() if name not in {"params", "lr"}}
 
 
 def model_signature(model: nn.Module) -> str:

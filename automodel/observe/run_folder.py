@@ -7,6 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from automodel.observe.atomic_file import replace_file
+
 __all__ = ["RunFolder", "RunFolderBusyError"]
 
 CONFIG_HEADER = "# automodel run configuration, version 1; secrets are placeholders or redacted\n"
@@ -91,7 +93,7 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """Save the redacted configuration."""
-        self.config_file.write_text(CONFIG_HEADER + text, encoding="utf-8")
+        replace_file(self.config_file, (CONFIG_HEADER + text).encode())
 
     def close(self) -> None:
         """Let another process use the folder."""

@@ -100,3 +100,12 @@ def test_the_signature_tells_models_apart_by_class_names_and_shapes(tiny_model):
     renamed = type("Renamed", (tiny_model,), {})
     others = [tiny_model(16), tiny_model(tied=True), renamed(), nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
     assert len({signature, *map(tensors.model_signature, others)}) == len(others) + 1
+
+
+def test_settings_that_a_checkpoint_changes_are_told(tiny_model, tmp_path, caplog):
+    model = tiny_model()
+    tensors.save_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.5), tmp_path / "optim")
+    changed = torch.optim.AdamW(model.parameters(), lr=2.0, weight_decay=0.25)
+    tensors.load_optimizer(model, changed, tmp_path / "optim")
+    assert caplog.messages == ["optimizer.weight_decay: the checkpoint's 0.5 holds, not 0.25"]
+    assert changed.param_groups[0]["weight_decay"] == 0.5
