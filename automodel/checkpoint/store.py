@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
+from automodel.caches.folder_lock import FolderLock
 from automodel.checkpoint import tensors
 from automodel.checkpoint.directories import (
     LATEST,
@@ -46,6 +48,18 @@ __all__ = ["FORMAT_VERSION", "CheckpointConfig", "CheckpointSaveError", "Checkpo
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+
+# What reading a damaged or foreign file raises, besides ValueError, which says itself what does not fit.
+_LOAD_ERRORS = (
+    AssertionError,
+    CheckpointException,
+    EOFError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    pickle.UnpicklingError,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +134,21 @@ class Checkpointer:
         self._config = config
         self._config_text = config_text
         self._rank = rank
+        self._lock: FolderLock | None = None
+
+    def open(self) -> None:
+        """Make the folder and keep other processes out of it until `close`.
+
+        Raises:
+            OSError: it cannot be made or written.
+            FolderBusyError: another process saves its checkpoints there.
+        """
+        self._lock = FolderLock(self.root)
+
+    def close(self) -> None:
+        """Let other processes save in the folder."""
+        if self._lock is not None:
+            self._lock.close()
 
     def find_resumable(self, model: nn.Module) -> Path | None:
         """Return the checkpoint that the run should start from, or None for a fresh start.
@@ -144,11 +173,21 @@ class Checkpointer:
         """Load a checkpoint into the objects of a run.
 
         Raises:
-            ValueError: it holds another model, does not fit the data or batch size, or is of a newer format.
+            ValueError: it holds another model, does not fit the data, batch size or optimizer, is damaged, or is of a
+                newer format.
         """
         if not _holds(checkpoint, state.model):
             other = _read_manifest(checkpoint)["model_class"]
             raise ValueError(f"{checkpoint} holds another model (a {other}) than the one that the recipe builds")
+        try:
+            self._load_parts(checkpoint, state)
+        except _LOAD_ERRORS as error:
+            raise ValueError(
+                f"the checkpoint {checkpoint} cannot be restored: {_reason(error)}; if the recipe was not changed it "
+                "is damaged: remove it, or name another one with checkpoint.restore_from"
+            ) from error
+
+    def _load_parts(self, checkpoint: Path, state: RunState) -> None:
         # First what may refuse the checkpoint: other data, another batch size.
         state.step_scheduler.load_state_dict(_load(checkpoint / "step_scheduler.pt"))
         state.dataloader.load_state_dict(_load(checkpoint / f"dataloader/dataloader_dp_rank_{self._rank}.pt"))
@@ -176,6 +215,7 @@ class Checkpointer:
             point_to(directory, LATEST)
             self._follow_lowest(directory, losses)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+            _reraise_interrupt(error)
             last = find_latest_checkpoint(self.root) if self.root.is_dir() else None
             raise CheckpointSaveError(
                 f"the checkpoint {directory} could not be written: {_reason(error)}; "
@@ -227,16 +267,24 @@ class Checkpointer:
         clear_checkpoint_incomplete(directory)
 
     def _follow_lowest(self, directory: Path, losses: Mapping[str, float]) -> None:
-        value = losses.get(self._config.best_metric_key)
-        if value is None or not math.isfinite(value):
+        value = _metric(losses, self._config.best_metric_key)
+        if not math.isfinite(value):
             return
         best = read_checkpoint_pointer(self.root, LOWEST_VAL)
         # The target is incomplete when a save over it was interrupted: its metric is gone then.
         if best is not None and best != directory and not is_checkpoint_incomplete(best):
-            lowest = json.loads((best / "losses.json").read_text()).get(self._config.best_metric_key, math.inf)
+            lowest = _metric(json.loads((best / "losses.json").read_text()), self._config.best_metric_key)
             if lowest <= value:
                 return
         point_to(directory, LOWEST_VAL)
+
+
+def _reraise_interrupt(error: BaseException) -> None:
+    """Raise the KeyboardInterrupt that PyTorch wrapped, if it is one."""
+    if isinstance(error, CheckpointException):
+        for inner, _ in error.failures.values():
+            if isinstance(inner, KeyboardInterrupt):
+                raise inner
 
 
 def _reason(error: BaseException) -> str:
@@ -267,6 +315,11 @@ def _may_replace(checkpoint: Path, model: nn.Module) -> bool:
     except ValueError as error:
         logger.warning("%s is left alone: %s", checkpoint, error)
         return False
+
+
+def _metric(losses: Mapping[str, float], key: str) -> float:
+    """The metric of that name, else the validation loss; infinity where there is neither."""
+    return losses.get(key, losses.get("val_loss", math.inf))
 
 
 def _free_name(directory: Path) -> Path:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from automodel._version import __version__
+from automodel.cli.output import silence_stdout
 
 __all__ = ["main"]
 
@@ -35,7 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.started, options.overrides = started, rest
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    status: int = importlib.import_module(f"automodel.cli.{options.command}").run(options)
+    try:
+        status: int = importlib.import_module(f"automodel.cli.{options.command}").run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence_stdout()
+        return 0
     return status
 
 

@@ -1,11 +1,15 @@
 """`automodel run RECIPE`: train, or print what would be trained."""
 
 import argparse
+import difflib
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from automodel.cli.output import say
 
 if TYPE_CHECKING:
     from automodel.config.loader import ConfigNode
@@ -13,11 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+_OPTIONS = ("dry-run", "run-dir", "nproc-per-node", "traceback")
 _FAILED = 1
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
-_MISTAKES = (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError, AssertionError)
-"""The classes of errors that say that the recipe, a file or the environment is wrong, and not the program."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +52,18 @@ def run(args: argparse.Namespace) -> int:
             recipe = _set_up(config, args, stack)
         except KeyboardInterrupt:
             return _complain(KeyboardInterrupt("interrupted"), status=_INTERRUPTED, with_traceback=False)
-        except RuntimeError as error:
-            return _complain(error, status=_FAILED, with_traceback=args.traceback)
-        except _MISTAKES as error:
+        except Exception as error:  # noqa: BLE001 - a border: until the job stands, every error is about its recipe
             return _complain(error, status=_USAGE_ERROR, with_traceback=args.traceback)
         return _train(recipe, args)
+
+
+def _refuse_misspelt_options(words: Sequence[str]) -> None:
+    """Raise where an override is a misspelt option: `--dryrun`, `--run_dir=x`."""
+    for word in words:
+        name = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and "." not in name and difflib.get_close_matches(name, _OPTIONS, cutoff=0.8):
+            near = difflib.get_close_matches(name, _OPTIONS, n=1)[0]
+            raise ValueError(f"unknown option --{name} (did you mean --{near}?)")
 
 
 def _load(args: argparse.Namespace) -> "ConfigNode":
@@ -65,6 +75,7 @@ def _load(args: argparse.Namespace) -> "ConfigNode":
 
     if args.nproc_per_node != 1:
         raise NotAvailableYetError(f"--nproc-per-node {args.nproc_per_node} is not available yet: one process only")
+    _refuse_misspelt_options(args.overrides)
     config = load_yaml_config(find_recipe(args.recipe))
     apply_overrides(config, parse_overrides(args.overrides))
     return config
@@ -74,7 +85,7 @@ def _print_plan(config: "ConfigNode", args: argparse.Namespace) -> int:
     from automodel.recipes.plan import make_plan
 
     for line in make_plan(config, run_dir=args.run_dir).lines():
-        print(line)
+        say(line)
     return 0
 
 
@@ -82,18 +93,18 @@ def _set_up(config: "ConfigNode", args: argparse.Namespace, stack: ExitStack) ->
     """Build the job in its folder, which stays locked until `stack` closes."""
     from automodel.observe.run_folder import RunFolder
     from automodel.observe.timeline import Timeline
-    from automodel.recipes.sections import build_sections
+    from automodel.recipes.sections import find_recipe_class
 
-    recipe_class = build_sections(config).recipe
-    timeline = Timeline(started=args.started)
+    recipe: Recipe = find_recipe_class(config)(config, timeline=Timeline(started=args.started))
     if args.run_dir is not None:
         folder = RunFolder(args.run_dir)
     else:
         folder = RunFolder.make_new(Path("runs"), Path(args.recipe).stem)
     stack.enter_context(folder)
-    print(f"run folder: {folder.path}", flush=True)
-    recipe: Recipe = recipe_class(config, run_folder=folder, timeline=timeline)
-    recipe.setup()
+    # Closed before the folder is, so that an empty folder for checkpoints does not keep it alive.
+    stack.callback(recipe.close)
+    say(f"run folder: {folder.path}{' (continued)' if folder.is_continued else ''}")
+    recipe.setup(folder)
     return recipe
 
 
@@ -110,8 +121,8 @@ def _train(recipe: "Recipe", args: argparse.Namespace) -> int:
         second = KeyboardInterrupt("interrupted twice; the last checkpoint is the one before")
         return _complain(second, status=_INTERRUPTED, with_traceback=False)
     losses = ", ".join(f"{name} {value:.4f}" for name, value in outcome.losses.items())
-    print(f"{outcome.status}: {outcome.steps_run} steps run{', ' + losses if losses else ''}")
-    print(f"report: {recipe.folder.report_file}")
+    say(f"{outcome.status}: {outcome.steps_run} steps run{', ' + losses if losses else ''}")
+    say(f"report: {outcome.report}")
     return 0
 
 

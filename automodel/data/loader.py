@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -100,6 +101,7 @@ class StatefulDataLoader:
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
+            worker_init_fn=_leave_stop_signals_to_the_trainer,
             generator=self._generator,
         )
 
@@ -266,6 +268,12 @@ class _BatchDataset(Dataset[tuple[list[int], Mapping[str, Any]]]):
 
     def __getitem__(self, indices: list[int]) -> tuple[list[int], Mapping[str, Any]]:
         return indices, self._collate([self._dataset[index] for index in indices])
+
+
+def _leave_stop_signals_to_the_trainer(worker: int) -> None:
+    """Ignore what asks the job to save and stop: sent to a whole process group, it must not take the data away."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _unchanged(batch: Any) -> Any:

@@ -79,12 +79,12 @@ class TextFilesDataset(Dataset[dict[str, torch.Tensor]]):
             ValueError: an argument is out of range, the tokenizer has no end-of-text token or is no fast one, the
                 corpus is missing, unreadable or empty, or a split would be smaller than one item.
         """
-        if split not in ("train", "validation"):
-            raise ValueError(f"split must be 'train' or 'validation', got {split!r}")
-        if context_length < 1:
-            raise ValueError(f"context_length must be positive, got {context_length}")
-        if validation_tokens < 1:
-            raise ValueError(f"validation_tokens must be positive, got {validation_tokens}")
+        self.check_arguments(
+            split=split,
+            context_length=context_length,
+            validation_tokens=validation_tokens,
+            sample_prompt=sample_prompt,
+        )
         self.context_length = context_length
         self.sample_prompt = sample_prompt
         files = find_files(source, pattern=pattern)
@@ -104,6 +104,32 @@ class TextFilesDataset(Dataset[dict[str, torch.Tensor]]):
                 f"has {self.num_tokens} tokens: one item takes {context_length + 1}"
             )
         logger.info("%s split: %d tokens in %d of %d files", split, self.num_tokens, len(chosen), len(files))
+
+    @staticmethod
+    def check_arguments(
+        *,
+        source: str | os.PathLike[str] | None = None,
+        split: str = "train",
+        context_length: int,
+        pattern: str | None = None,
+        validation_tokens: int = 100_000,
+        sample_prompt: str | None = None,
+        cache: bool = True,
+    ) -> None:
+        """Check arguments of the constructor without tokenising anything; a `source` that is given is looked for.
+
+        Raises:
+            ValueError: an argument is out of range, or the corpus is missing, unreadable or empty.
+        """
+        if split not in ("train", "validation"):
+            raise ValueError(f"split must be 'train' or 'validation', got {split!r}")
+        for name, value in (("context_length", context_length), ("validation_tokens", validation_tokens)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if sample_prompt is not None and (not isinstance(sample_prompt, str) or not sample_prompt):
+            raise ValueError(f"sample_prompt must be a text that is not empty, got {sample_prompt!r}")
+        if source is not None:
+            find_files(source, pattern=pattern)
 
     def __len__(self) -> int:
         """Return the number of items."""

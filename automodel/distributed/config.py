@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from automodel.config.loader import ConfigNode
-from automodel.config.sections import refuse, setting
+from automodel.config.sections import NotAvailableYetError, refuse, setting
 
 __all__ = ["DistEnvConfig", "DistributedConfig", "MixedPrecisionConfig"]
 
@@ -50,7 +50,10 @@ class DistributedConfig:
 
         Raises:
             ValueError: dp_size is another number than the processes make up.
+            NotAvailableYetError: there are several processes, which would train copies that know nothing of each other.
         """
+        if world_size > 1:
+            raise NotAvailableYetError(f"training in {world_size} processes is not available yet: start a single one")
         if self.dp_size is not None and self.dp_size != world_size:
             raise refuse("distributed.dp_size", self.dp_size, f"null or the number of processes ({world_size})")
 

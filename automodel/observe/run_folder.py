@@ -1,21 +1,17 @@
 """The folder that a run leaves behind: where each file is, how it is named, and who may write in it."""
 
-import fcntl
-import os
+import contextlib
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from automodel.caches.folder_lock import FolderBusyError, FolderLock
 from automodel.observe.atomic_file import replace_file
 
-__all__ = ["RunFolder", "RunFolderBusyError"]
+__all__ = ["RunFolder"]
 
 CONFIG_HEADER = "# automodel run configuration, version 1; secrets are placeholders or redacted\n"
-
-
-class RunFolderBusyError(RuntimeError):
-    """Another process is training in the folder."""
 
 
 class RunFolder:
@@ -23,7 +19,7 @@ class RunFolder:
 
     Attributes:
         path: The folder.
-        is_continued: Whether an earlier run left something in it.
+        is_continued: Whether an earlier run left its configuration in it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,16 +27,10 @@ class RunFolder:
 
         Raises:
             OSError: it cannot be made or written.
-            RunFolderBusyError: another process is training in it.
+            FolderBusyError: another process is training in it.
         """
-        path.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(path)
         self.path = path
-        self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise RunFolderBusyError(f"another process is training in {path}") from None
         self.is_continued = self.config_file.exists()
 
     def __enter__(self) -> Self:
@@ -55,16 +45,17 @@ class RunFolder:
     def make_new(cls, parent: Path, stem: str) -> Self:
         """Make a folder that did not exist: `<stem>_<date>-<time>`, with a number where that is taken."""
         name = f"{stem}_{datetime.now().astimezone():%Y%m%d-%H%M%S}"
-        parent.mkdir(parents=True, exist_ok=True)
         number = 1
         while True:
             path = parent / (name if number == 1 else f"{name}-{number}")
-            try:
-                path.mkdir()
-            except FileExistsError:
-                number += 1
-            else:
-                return cls(path)
+            number += 1
+            if path.exists():
+                continue
+            with contextlib.suppress(FolderBusyError):
+                folder = cls(path)
+                if not folder.is_continued:
+                    return folder
+                folder.close()
 
     @property
     def config_file(self) -> Path:
@@ -96,5 +87,5 @@ class RunFolder:
         replace_file(self.config_file, (CONFIG_HEADER + text).encode())
 
     def close(self) -> None:
-        """Let another process use the folder."""
-        os.close(self._lock)
+        """Let another process use the folder; a new one in which nothing was left is removed."""
+        self._lock.close()

@@ -38,7 +38,6 @@ class TrainFinetuneRecipeForNextTokenPrediction:
         self,
         config: ConfigNode,
         *,
-        run_folder: RunFolder,
         timeline: Timeline | None = None,
         stream: TextIO | None = None,
     ) -> None:
@@ -46,7 +45,6 @@ class TrainFinetuneRecipeForNextTokenPrediction:
 
         Args:
             config: The recipe.
-            run_folder: Where the run leaves its files.
             timeline: Takes the phases of the start.
             stream: Where progress is shown; standard output by default.
 
@@ -54,28 +52,32 @@ class TrainFinetuneRecipeForNextTokenPrediction:
             ValueError, TypeError, ImportError: the recipe is not right; see `build_sections`.
         """
         self.sections: RecipeSections = build_sections(config)
-        self.folder = run_folder
         self.timeline = timeline or Timeline()
         self.stream = stream or sys.stdout
         self.config_text = yaml.safe_dump(config.to_yaml_dict(), sort_keys=False, allow_unicode=True)
         self.job: TrainingJob | None = None
+        self._checkpointer: Checkpointer | None = None
 
-    def setup(self) -> None:
-        """Build tokenizer, data, model and optimizer, and restore the newest checkpoint.
+    def setup(self, run_folder: RunFolder) -> None:
+        """Build tokenizer, model, data and optimizer, and restore the newest checkpoint.
+
+        Args:
+            run_folder: Where the run leaves its files; nothing in it changes before everything else has succeeded.
 
         Raises:
             ValueError: the parts do not fit each other, or a checkpoint does not fit the recipe.
+            OSError: the folder of the checkpoints cannot be written.
             FileNotFoundError, RuntimeError: checkpoint.restore_from names no usable checkpoint.
         """
         sections, phase = self.sections, self.timeline.phase
         launch = read_launch_environment()
         sections.distributed.check_world_size(launch.world_size)
+        self._checkpointer = self._open_checkpoints(run_folder)
         device = torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")
         dtype = compute_dtype(sections.distributed.mp_policy.param_dtype, device=device)
         if sections.deterministic:
             enable_determinism()
         rng = StatefulRNG(sections.rng.seed, sections.rng.ranked, rank=launch.rank)
-        self.folder.write_config(self.config_text)
         with phase("tokenizer"):
             tokenizer = parts.build_tokenizer(sections)
         with phase("model"):
@@ -99,20 +101,13 @@ class TrainFinetuneRecipeForNextTokenPrediction:
             tokenizer=tokenizer,
         )
         with phase("resume"):
-            checkpointer = self._make_checkpointer()
-            restored_from = None if checkpointer is None else checkpointer.find_resumable(model)
-            if checkpointer is not None and restored_from is not None:
-                checkpointer.restore(restored_from, state)
-                logger.info("resumed from %s: the next step is %d", restored_from, scheduler.step + 1)
-        for file in (self.folder.training_file, self.folder.validation_file):
-            if restored_from is None:
-                set_aside(file)
-            else:
-                # Steps that a killed run made after its last checkpoint run again.
-                discard_rows_after(file, scheduler.step)
+            restored_from = self._restore(state)
+        for file in (run_folder.training_file, run_folder.validation_file):
+            _prepare_metrics(file, resumed_step=None if restored_from is None else scheduler.step)
+        run_folder.write_config(self.config_text)
         self.job = TrainingJob(
             sections=sections,
-            folder=self.folder,
+            folder=run_folder,
             config_text=self.config_text,
             timeline=self.timeline,
             stream=self.stream,
@@ -123,7 +118,7 @@ class TrainFinetuneRecipeForNextTokenPrediction:
             train_step=train_step,
             scheduler=scheduler,
             state=state,
-            checkpointer=checkpointer,
+            checkpointer=self._checkpointer,
             restored_from=restored_from,
         )
 
@@ -139,9 +134,38 @@ class TrainFinetuneRecipeForNextTokenPrediction:
             raise RuntimeError("call setup() before run_train_validation_loop()")
         return TrainingLoop(self.job).run()
 
-    def _make_checkpointer(self) -> Checkpointer | None:
+    def close(self) -> None:
+        """Let other processes use the folder of the checkpoints."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+    def _open_checkpoints(self, run_folder: RunFolder) -> Checkpointer | None:
         config = self.sections.checkpoint
         if not config.enabled:
             return None
-        root = Path(config.checkpoint_dir) if config.checkpoint_dir is not None else self.folder.checkpoints
-        return Checkpointer(config, root=root, config_text=self.config_text)
+        root = Path(config.checkpoint_dir) if config.checkpoint_dir is not None else run_folder.checkpoints
+        checkpointer = Checkpointer(config, root=root, config_text=self.config_text)
+        checkpointer.open()
+        return checkpointer
+
+    def _restore(self, state: RunState) -> Path | None:
+        """Restore the checkpoint that the run should start from and return it, or None for a fresh start."""
+        if self._checkpointer is None:
+            return None
+        checkpoint = self._checkpointer.find_resumable(state.model)
+        if checkpoint is not None:
+            self._checkpointer.restore(checkpoint, state)
+            logger.info("resumed from %s", checkpoint)
+        return checkpoint
+
+
+def _prepare_metrics(file: Path, *, resumed_step: int | None) -> None:
+    """Leave in `file` the rows up to the resumed step, since later ones run again; a fresh start sets it aside."""
+    if resumed_step is None:
+        set_aside(file)
+        return
+    try:
+        discard_rows_after(file, resumed_step)
+    except ValueError as error:
+        logger.warning("%s", error)
+        set_aside(file)

@@ -71,6 +71,7 @@ class RunOutcome:
     losses: dict[str, float] = field(default_factory=dict)
     sample: str | None = None
     checkpoint: Path | None = None
+    report: Path | None = None
 
 
 class TrainingLoop:
@@ -80,7 +81,7 @@ class TrainingLoop:
         """Prepare to run `job`; nothing is written yet."""
         self._job = job
         self._scheduler = job.scheduler
-        self._outcome = RunOutcome(checkpoint=job.restored_from)
+        self._outcome = RunOutcome(checkpoint=job.restored_from, report=job.folder.report_file)
         self._signals = StopSignals()
         self._clock = PhaseClock()
         self._started = time.monotonic()
@@ -99,7 +100,8 @@ class TrainingLoop:
                 stack.enter_context(quiet_kernel_fallbacks())
             self._training = stack.enter_context(MetricsWriter(job.folder.training_file))
             self._validation = stack.enter_context(MetricsWriter(job.folder.validation_file))
-            self._progress = Progress(job.stream, first_step=scheduler.step + 1, last_step=scheduler.total_steps - 1)
+            last_step = max(scheduler.total_steps - 1, scheduler.step)
+            self._progress = Progress(job.stream, first_step=scheduler.step + 1, last_step=last_step)
             stack.callback(self._progress.close)
             stack.enter_context(self._progress.log_through())
             if job.sections.step_scheduler.gc_every_steps is not None:
@@ -117,7 +119,7 @@ class TrainingLoop:
     def _run_steps(self) -> None:
         job, scheduler = self._job, self._scheduler
         if scheduler.finished:
-            self._outcome.status = "already complete"
+            self._complete_earlier_end()
             return
         if scheduler.step < 0 and job.sections.step_scheduler.val_at_start:
             with job.timeline.phase("first validation"):
@@ -133,6 +135,18 @@ class TrainingLoop:
                 return
         self._complete_sample()
         self._outcome.status = "finished"
+
+    def _complete_earlier_end(self) -> None:
+        """Make up for the validation and the sample that an interruption after the last step left out."""
+        self._outcome.status = "already complete"
+        validated = [row["step"] for row in read_rows(self._job.folder.validation_file)]
+        at_end = self._scheduler.step == self._scheduler.total_steps - 1
+        if not at_end or self._job.data.validation_loader is None or self._scheduler.step in validated:
+            return
+        self._validate()
+        if "val_loss" in self._outcome.losses:
+            self._save()
+            self._complete_sample()
 
     def _stop_before_step(self) -> bool:
         """Whether a signal came before the first step, when there is nothing to save."""
@@ -201,7 +215,8 @@ class TrainingLoop:
         files = _source_files(job.data.dataset, batches)
         named = ", ".join(files[:_NAMED_FILES]) or "unknown"
         more = f" and {len(files) - _NAMED_FILES} more" if len(files) > _NAMED_FILES else ""
-        what = f"step {self._scheduler.step}: the loss is {result.loss}, the gradient norm {result.grad_norm}"
+        step, total = self._scheduler.step, self._scheduler.total_steps
+        what = f"step {step + 1}/{total}: the loss is {result.loss}, the gradient norm {result.grad_norm}"
         if job.sections.step_scheduler.nonfinite_loss == "skip":
             logger.warning("%s; the batch is skipped (files: %s%s)", what, named, more)
             return
@@ -258,8 +273,13 @@ class TrainingLoop:
     def _complete_sample(self) -> None:
         job = self._job
         prompt = getattr(job.data.validation_dataset, "sample_prompt", None)
-        if prompt is not None and job.state.tokenizer is not None:
+        if prompt is None or job.state.tokenizer is None:
+            return
+        try:
             self._outcome.sample = complete(job.state.model, job.state.tokenizer, prompt)
+        except Exception:
+            logger.exception("no sample completion of %r", prompt)
+        else:
             self._progress.message(f"sample completion:\n{self._outcome.sample}")
 
     def _peak_memory(self) -> float:
@@ -284,8 +304,8 @@ class TrainingLoop:
                 status=outcome.status,
                 facts=self._facts(),
             )
-        except OSError:
-            logger.exception("the report %s could not be written", job.folder.report_file)
+        except (OSError, ValueError) as error:
+            logger.warning("the report %s could not be written: %s", job.folder.report_file, error)
 
     def _facts(self) -> dict[str, str]:
         job = self._job

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from automodel.config.loader import ConfigNode
+from automodel.config.notes import note
 from automodel.data.loader import StatefulDataLoader
 from automodel.data.tokenizer import load_tokenizer
 from automodel.recipes.sections import RecipeSections
@@ -39,7 +40,8 @@ def build_tokenizer(sections: RecipeSections) -> Any:
     if name is None:
         return None
     options = ("revision", "cache_dir", "subfolder", "token", "local_files_only", "force_download", "trust_remote_code")
-    return load_tokenizer(str(name), **{key: sections.model[key] for key in options if key in sections.model})
+    with note(f"while loading the tokenizer of model.pretrained_model_name_or_path {str(name)!r}"):
+        return load_tokenizer(str(name), **{key: sections.model[key] for key in options if key in sections.model})
 
 
 def build_model(sections: RecipeSections, *, device: torch.device) -> nn.Module:
@@ -78,7 +80,16 @@ def build_data(sections: RecipeSections, tokenizer: Any) -> Data:
 
 
 def build_dataset(node: ConfigNode, tokenizer: Any) -> Any:
-    """Build a dataset; the tokenizer is passed to a target that has an argument of that name."""
+    """Build a dataset; the tokenizer is passed to a target that has an argument of that name.
+
+    Raises:
+        ValueError: the target needs a tokenizer and the recipe gives none.
+    """
+    tokenizer_argument = inspect.signature(node["_target_"]).parameters.get("tokenizer")
+    if tokenizer is None and tokenizer_argument is not None and "tokenizer" not in node:
+        if tokenizer_argument.default is inspect.Parameter.empty:
+            raise ValueError(f"{node.path} needs a tokenizer: add a section tokenizer to the recipe")
+        return node.instantiate()
     return node.instantiate(**_accepted(node["_target_"], tokenizer=tokenizer))
 
 

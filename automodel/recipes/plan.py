@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from automodel.checkpoint.directories import resolve_restore_from_to_checkpoint_dir
 from automodel.config.loader import ConfigNode
 from automodel.distributed.env import read_launch_environment
 from automodel.models.auto import build_on_meta
@@ -96,9 +97,11 @@ def make_plan(config: ConfigNode, *, run_dir: Path | None = None) -> Plan:
     dtype = compute_dtype(sections.distributed.mp_policy.param_dtype, device=device)
     scheduler = sections.step_scheduler
     context_length = _context_length(sections.dataset)
+    _check_data(sections)
     parts.build_loss(sections.loss_fn)
     with sections.model.note_instantiation():
         model: nn.Module = build_on_meta(sections.model["_target_"], sections.model.arguments())
+    _check_vocabulary(sections, model)
     return Plan(
         recipe=getattr(sections.recipe, "__name__", str(sections.recipe)),
         model=type(model).__name__,
@@ -113,6 +116,26 @@ def make_plan(config: ConfigNode, *, run_dir: Path | None = None) -> Plan:
         num_epochs=scheduler.num_epochs,
         sections=_describe_sections(sections, run_dir=run_dir),
     )
+
+
+def _check_data(sections: RecipeSections) -> None:
+    """Check what data sets can check of their arguments without reading the data, and the checkpoint to start from."""
+    for node in (sections.dataset, sections.validation_dataset):
+        check = None if node is None else getattr(node["_target_"], "check_arguments", None)
+        if node is not None and check is not None:
+            with node.note_instantiation():
+                check(**node.arguments())
+    checkpoint = sections.checkpoint
+    if checkpoint.enabled and checkpoint.restore_from is not None and checkpoint.checkpoint_dir is not None:
+        resolve_restore_from_to_checkpoint_dir(checkpoint.checkpoint_dir, checkpoint.restore_from)
+
+
+def _check_vocabulary(sections: RecipeSections, model: nn.Module) -> None:
+    """Compare the vocabulary that the tokenizer's section asks for with the model's, where both are known."""
+    asked = sections.tokenizer.get("vocab_size") if sections.tokenizer is not None else None
+    available = getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(asked, int) and isinstance(available, int) and asked > available:
+        raise ValueError(f"tokenizer.vocab_size is {asked}, but the model's vocab_size only {available}")
 
 
 def _context_length(dataset: ConfigNode) -> int | None:

@@ -15,7 +15,7 @@ from automodel.training.optim import ClipGradNormConfig, LrSchedulerConfig
 from automodel.training.rng import RngConfig
 from automodel.training.step_scheduler import StepSchedulerConfig
 
-__all__ = ["RecipeSections", "build_sections"]
+__all__ = ["RecipeSections", "build_sections", "find_recipe_class"]
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +111,22 @@ def build_sections(config: ConfigNode) -> RecipeSections:
             node.resolve_targets()
             check_arguments(node, provided=_TARGET_SECTIONS[name])
     return RecipeSections(
-        recipe=_resolve_recipe(config.get("recipe", DEFAULT_RECIPE)),
+        recipe=find_recipe_class(config),
         deterministic=_flag(config, "deterministic"),
         **schema,
         **targets,
     )
+
+
+def find_recipe_class(config: ConfigNode) -> Callable[..., Any]:
+    """Return the class that runs a recipe, by its section `recipe`.
+
+    Raises:
+        ValueError: the name is unknown.
+        NotAvailableYetError: the class is known but not built yet.
+        ImportError, InvalidFileTargetError: its `_target_` cannot be resolved.
+    """
+    return _resolve_recipe(config.get("recipe", DEFAULT_RECIPE))
 
 
 def _check_names(config: ConfigNode) -> None:

@@ -1,5 +1,6 @@
 """Optimizer construction, learning-rate schedule and gradient clipping."""
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ __all__ = [
     "learning_rate_factor",
     "parameter_groups",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,12 @@ class LearningRateSchedule:
         self._optimizer = optimizer
         self._config = config
         self._total_steps = total_steps
+        if config.lr_warmup_steps >= total_steps:
+            logger.warning(
+                "lr_scheduler.lr_warmup_steps is %d, but the run has %d steps: the rate never reaches its peak",
+                config.lr_warmup_steps,
+                total_steps,
+            )
         self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
 
     def set_step(self, step: int) -> float:

@@ -1,10 +1,14 @@
 """Signals that ask a run to save and stop: SIGINT (Ctrl-C), SIGTERM and SIGUSR1."""
 
+import contextlib
+import os
 import signal
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 __all__ = ["StopSignals"]
+
+_STDERR = 2
 
 
 class StopSignals:
@@ -36,4 +40,9 @@ class StopSignals:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received == signal.SIGINT:
             raise KeyboardInterrupt
+        first = self.received is None
         self.received = signal.Signals(number)
+        if first:
+            # Not through a buffered stream: the signal may have come while one was being written.
+            with contextlib.suppress(OSError):
+                os.write(_STDERR, f"\n{self.received.name}: saving, then stopping\n".encode())

@@ -68,6 +68,7 @@ class TrainStep:
         """
         self._model = model
         self._loss_fn = loss_fn
+        self._ignore_index = getattr(loss_fn, "ignore_index", IGNORE_INDEX)
         self._optimizer = optimizer
         self._schedule = schedule
         self._max_norm = max_norm
@@ -82,7 +83,7 @@ class TrainStep:
             step: Decides the learning rate.
             phase: Opens a timed phase: `forward`, `backward` or `optimizer`.
         """
-        num_label_tokens = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
+        num_label_tokens = sum(int((batch["labels"] != self._ignore_index).sum()) for batch in batches)
         rate = self._schedule.set_step(step)
         total = torch.zeros((), device=self._device)
         for batch in batches:
@@ -129,6 +130,7 @@ def evaluate(
     model.eval()
     total = torch.zeros((), dtype=torch.float64)
     num_label_tokens = 0
+    ignore_index = getattr(loss_fn, "ignore_index", IGNORE_INDEX)
     try:
         for batch in batches:
             if should_stop():
@@ -136,7 +138,7 @@ def evaluate(
             inputs, labels = _to_device(batch, device)
             with torch.no_grad(), autocast(dtype, device=device):
                 total += loss_fn(_logits(model(**inputs)), labels, num_label_tokens=1).double().cpu()
-            num_label_tokens += int((batch["labels"] != IGNORE_INDEX).sum())
+            num_label_tokens += int((batch["labels"] != ignore_index).sum())
     finally:
         for module, was_training in modes:
             module.training = was_training

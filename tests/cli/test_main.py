@@ -102,6 +102,10 @@ def test_dry_run_prints_the_plan_and_leaves_nothing(words, capsys, tmp_path, mon
         (["hybrid_tiny", "--model.config.vocab_sise", "64"], "model.config"),
         (["hybrid_tiny", "stray"], "unexpected argument 'stray'"),
         (["hybrid_tiny", "--nproc-per-node", "2"], "not available yet"),
+        (["hybrid_tiny", "--dryrun"], "unknown option --dryrun (did you mean --dry-run?)"),
+        (["hybrid_tiny", "--run_dir=x"], "unknown option --run_dir (did you mean --run-dir?)"),
+        (["hybrid_tiny", "--optimizer.lr", "abc"], "optimizer"),
+        (["hybrid_tiny", "--model.config.hidden_size", "abc"], "hidden_size"),
     ],
     ids=lambda value: "_".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -110,12 +114,24 @@ def test_mistakes_are_named_before_anything_is_made(words, message, capsys, tmp_
     assert main([*words, "--dry-run"]) == 2
     assert message in capsys.readouterr().err
     assert main(words) == 2
-    assert not (tmp_path / "runs").exists()
+    assert list(tmp_path.glob("runs/*")) == []
 
 
 def test_an_error_names_its_place_in_the_recipe(capsys):
     assert main(["hybrid_tiny", "--dry-run", "--optimizer._target_", "torch.optim.AdamX"]) == 2
     assert "optimizer._target_" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["recipes"], ["run", "hybrid_tiny", "--dry-run"], ["env"]], ids=" ".join)
+def test_a_reader_that_leaves_is_no_failure(words):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "automodel", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait(timeout=60) == 0
+    assert "Traceback" not in error
+    assert "Broken pipe" not in error
 
 
 def test_traceback_on_demand(capsys):

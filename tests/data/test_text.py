@@ -191,8 +191,8 @@ def test_sample_prompt_is_kept(corpus, tokenizer):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"context_length": 0}, "context_length must be positive, got 0"),
-        ({"validation_tokens": 0}, "validation_tokens must be positive, got 0"),
+        ({"context_length": 0}, "context_length must be a positive integer, got 0"),
+        ({"validation_tokens": 0}, "validation_tokens must be a positive integer, got 0"),
         ({"split": "test"}, "split must be 'train' or 'validation', got 'test'"),
         ({"validation_tokens": 10**9}, "validation_tokens 1000000000"),
         ({"context_length": 10**6}, "context_length 1000000 is too long for the train split"),

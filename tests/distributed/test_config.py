@@ -15,7 +15,11 @@ def test_the_defaults_are_one_unsharded_process():
     assert distributed().strategy == "fsdp2"
     assert distributed() == DistributedConfig()
     distributed().check_world_size(1)
-    distributed().check_world_size(8)
+
+
+def test_several_processes_are_refused():
+    with pytest.raises(NotAvailableYetError, match="training in 2 processes is not available yet"):
+        distributed(dp_size=2).check_world_size(2)
 
 
 @pytest.mark.parametrize("strategy", ["megatron_fsdp", "megatron-fsdp", "mfsdp"])
@@ -30,7 +34,7 @@ def test_an_unknown_strategy_lists_the_known_ones():
 
 
 def test_dp_size_must_be_the_number_of_processes():
-    distributed(dp_size=2).check_world_size(2)
+    distributed(dp_size=1).check_world_size(1)
     with pytest.raises(ValueError, match=r"distributed\.dp_size must be null or the number of processes \(1\), got 2"):
         distributed(dp_size=2).check_world_size(1)
 

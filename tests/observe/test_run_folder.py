@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from automodel.observe.run_folder import RunFolder, RunFolderBusyError
+from automodel.caches.folder_lock import FolderBusyError
+from automodel.observe.run_folder import RunFolder
 
 HOLD = """
 import sys
@@ -66,7 +67,7 @@ def test_a_folder_with_a_configuration_is_continued(tmp_path):
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
     process = start(HOLD, tmp_path / "run")
     assert process.stdout.readline() == "held\n"
-    with pytest.raises(RunFolderBusyError, match=f"another process is training in {tmp_path / 'run'}"):
+    with pytest.raises(FolderBusyError, match=f"another process is working in {tmp_path / 'run'}"):
         RunFolder(tmp_path / "run")
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -75,10 +76,18 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
 
 def test_a_folder_is_free_again_once_closed(tmp_path):
     first = RunFolder(tmp_path / "run")
-    with pytest.raises(RunFolderBusyError):
+    with pytest.raises(FolderBusyError):
         RunFolder(tmp_path / "run")
     first.close()
     RunFolder(tmp_path / "run").close()
+
+
+def test_a_new_folder_that_stayed_empty_is_removed_again(tmp_path):
+    RunFolder.make_new(tmp_path / "runs", "tiny").close()
+    assert list((tmp_path / "runs").iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    RunFolder(tmp_path / "mine").close()
+    assert (tmp_path / "mine").is_dir()
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):

@@ -1,12 +1,14 @@
 """The plan of a recipe: exact where it counts, made without weights, data or memory."""
 
 import copy
+import re
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel.config.loader import ConfigNode, load_yaml_config
+from automodel.config.sections import NotAvailableYetError
 from automodel.recipes import parts
 from automodel.recipes.catalogue import find_recipe
 from automodel.recipes.plan import make_plan
@@ -22,7 +24,7 @@ LLAMA = {
 }
 RECIPE = {
     "model": {"_target_": "automodel.NeMoAutoModelForCausalLM.from_config", "config": LLAMA},
-    "dataset": {"_target_": "automodel.data.text.TextFilesDataset", "source": "/nowhere", "context_length": 24},
+    "dataset": {"_target_": "automodel.data.text.TextFilesDataset", "source": __file__, "context_length": 24},
     "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.1},
     "step_scheduler": {"global_batch_size": 12, "local_batch_size": 3, "max_steps": 7, "num_epochs": 2},
 }
@@ -166,9 +168,36 @@ def test_a_plan_draws_no_random_number_and_leaves_no_default_device():
 
 def test_the_number_of_processes_is_checked(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"distributed\.dp_size must be null or the number of processes \(2\), got 3"):
-        plan_of(distributed={"dp_size": 3})
-    assert plan_of(step_scheduler={"global_batch_size": 12, "local_batch_size": 3}).accumulation_steps == 2
+    with pytest.raises(NotAvailableYetError, match="training in 2 processes is not available yet"):
+        plan_of()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split": "foo"}, "split must be 'train' or 'validation', got 'foo'"),
+        ({"source": "/nowhere"}, "got '/nowhere'"),
+        ({"context_length": -1}, "context_length must be a positive integer, got -1"),
+        ({"context_length": "abc"}, "context_length must be a positive integer, got 'abc'"),
+        ({"sample_prompt": ""}, "sample_prompt must be a text that is not empty, got ''"),
+    ],
+)
+@pytest.mark.parametrize("section", ["dataset", "validation_dataset"])
+def test_the_arguments_of_the_data_are_checked(section, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        plan_of(**{section: RECIPE["dataset"] | settings})
+    assert f"while instantiating {section}" in error.value.__notes__[0]
+
+
+def test_the_tokenizers_vocabulary_is_compared_with_the_models():
+    tokenizer = {"_target_": "automodel.data.tokenizer.train_byte_level_bpe", "vocab_size": 4096}
+    with pytest.raises(ValueError, match=r"tokenizer\.vocab_size is 4096, but the model's vocab_size only"):
+        plan_of(tokenizer=tokenizer)
+
+
+def test_the_checkpoint_to_start_from_is_looked_for(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"checkpoint\.restore_from: 'epoch_0_step_3' names no checkpoint"):
+        plan_of(checkpoint={"checkpoint_dir": str(tmp_path), "restore_from": "epoch_0_step_3"})
 
 
 def test_sections_are_described_with_what_differs_from_the_defaults(tmp_path):

@@ -198,11 +198,11 @@ def breaking(recipe, tmp_path):
 def test_nonfinite_loss_stops_the_run_and_names_everything(breaking, tmp_path, capsys):
     assert main(["run", breaking.write(), "--run-dir", str(tmp_path / "run")]) == 1
     message = capsys.readouterr().err
-    assert "step 2: the loss is nan" in message
+    assert "step 3/5: the loss is nan" in message
     assert re.search(r"files of the batch: (json|email)_\w+\.py", message)
     assert "last good checkpoint: " + str(tmp_path / "run/checkpoints") in message
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1]
-    assert "failed: step 2" in (tmp_path / "run/report.html").read_text()
+    assert "failed: step 3/5" in (tmp_path / "run/report.html").read_text()
 
 
 def test_nonfinite_loss_can_be_skipped(breaking, tmp_path, caplog):
