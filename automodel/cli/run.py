@@ -1,11 +1,11 @@
 """`automodel run RECIPE`: train, or print what would be trained."""
 
 import argparse
-import sys
-import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from automodel.cli.complaints import complain as _complain
 
 if TYPE_CHECKING:
     from automodel.config.loader import ConfigNode
@@ -16,8 +16,6 @@ __all__ = ["add_arguments", "run"]
 _FAILED = 1
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
-_MISTAKES = (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError, AssertionError)
-"""The classes of errors that say that the recipe, a file or the environment is wrong, and not the program."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,16 +42,18 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         try:
             config = _load(args)
-            if args.dry_run:
-                return _print_plan(config, args)
-            recipe = _set_up(config, args, stack)
+            with config.hiding_values():
+                if args.dry_run:
+                    return _print_plan(config, args)
+                recipe = _set_up(config, args, stack)
         except KeyboardInterrupt:
             return _complain(KeyboardInterrupt("interrupted"), status=_INTERRUPTED, with_traceback=False)
-        except RuntimeError as error:
-            return _complain(error, status=_FAILED, with_traceback=args.traceback)
-        except _MISTAKES as error:
+        except BrokenPipeError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a border: until the job stands, every error is about its recipe
             return _complain(error, status=_USAGE_ERROR, with_traceback=args.traceback)
-        return _train(recipe, args)
+        with config.hiding_values():
+            return _train(recipe, args)
 
 
 def _load(args: argparse.Namespace) -> "ConfigNode":
@@ -113,17 +113,3 @@ def _train(recipe: "Recipe", args: argparse.Namespace) -> int:
     print(f"{outcome.status}: {outcome.steps_run} steps run{', ' + losses if losses else ''}")
     print(f"report: {recipe.folder.report_file}")
     return 0
-
-
-def _complain(error: BaseException, *, status: int, with_traceback: bool) -> int:
-    """Print an expected error as a message, with the notes that say where in the recipe it belongs."""
-    if with_traceback:
-        traceback.print_exception(error)
-        return status
-    text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
-    print(f"error: {text or type(error).__name__}", file=sys.stderr)
-    for note in getattr(error, "__notes__", ()):
-        print(f"  {note}", file=sys.stderr)
-    if not isinstance(error, ValueError | OSError | ImportError | KeyboardInterrupt):
-        print("  (--traceback shows where in the code it was raised)", file=sys.stderr)
-    return status
