@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 __all__ = [
     "Expansion",
@@ -15,14 +15,21 @@ __all__ = [
     "user_modules_enabled",
 ]
 
+# A placeholder up to its comma or closing brace. It is compiled when it is first used, so that importing stays cheap.
 _NAME = r"[A-Za-z_]\w*(?:\.\w+)*"
-_PLACEHOLDER = re.compile(
-    rf"\$\{{(?:oc\.env:)?(?P<braced>{_NAME})(?:,(?P<default>[^}}]*))?\}}|\$(?P<plain>{_NAME})",
-)
+_HEAD = rf"\$(?:\{{(?:oc\.env:)?(?P<braced>{_NAME})(?=[,}}])|(?P<plain>{_NAME}))"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expansion:
+class _Placeholder(NamedTuple):
+    """One placeholder of a text: where it stands, its variable, and where its default does, if it has one."""
+
+    start: int
+    end: int
+    variable: str
+    default: slice | None
+
+
+class Expansion(NamedTuple):
     """A text whose placeholders were replaced.
 
     Attributes:
@@ -38,7 +45,7 @@ class Expansion:
 
 def has_placeholder(text: str) -> bool:
     """Say whether `text` holds an environment placeholder such as `${VAR}`, `${VAR,default}` or `$VAR`."""
-    return "$" in text and _PLACEHOLDER.search(text) is not None
+    return "$" in text and next(_find_placeholders(text), None) is not None
 
 
 def expand(text: str) -> Expansion:
@@ -50,23 +57,24 @@ def expand(text: str) -> Expansion:
     Raises:
         KeyError: a variable is not set and its placeholder has no default; the message names the variable.
     """
+    made: list[str] = []
     found: list[tuple[str, str]] = []
     defaults: list[str] = []
-
-    def substitute(match: re.Match[str]) -> str:
-        name: str = match["braced"] or match["plain"]
+    end = 0
+    for placeholder in _find_placeholders(text):
+        name = placeholder.variable
         value = os.environ.get(name)
         if value is not None:
             found.append((name, value))
-            return value
-        default: str | None = match["default"]
-        if default is None:
+        elif placeholder.default is not None:
+            value = text[placeholder.default]
+            defaults.append(name)
+        else:
             raise KeyError(f"environment variable {name!r} is not set and its placeholder has no default")
-        defaults.append(name)
-        return default
-
-    made = _PLACEHOLDER.sub(substitute, text)
-    return Expansion(text=made, environment=tuple(found), defaults=tuple(dict.fromkeys(defaults)))
+        made += [text[end : placeholder.start], value]
+        end = placeholder.end
+    made.append(text[end:])
+    return Expansion(text="".join(made), environment=tuple(found), defaults=tuple(dict.fromkeys(defaults)))
 
 
 def interpolate(text: str) -> str:
@@ -90,18 +98,37 @@ def map_placeholders(
     """
     made: list[str] = []
     end = 0
-    for match in _PLACEHOLDER.finditer(text):
-        if match.start() > end:
-            made.append(literal(text[end : match.start()]))
-        start, stop = match.span("default")
-        if start < 0:
-            made.append(match[0])
+    for start, stop, variable, place in _find_placeholders(text):
+        if start > end:
+            made.append(literal(text[end:start]))
+        if place is None:
+            made.append(text[start:stop])
         else:
-            made += [text[match.start() : start], default(match["braced"], match["default"]), text[stop : match.end()]]
-        end = match.end()
+            made += [text[start : place.start], default(variable, text[place]), text[place.stop : stop]]
+        end = stop
     if end < len(text):
         made.append(literal(text[end:]))
     return "".join(made)
+
+
+def _find_placeholders(text: str) -> Iterator[_Placeholder]:
+    """The placeholders of a text from left to right, in time that grows with its length only."""
+    last_brace = text.rfind("}")
+    end = 0
+    for match in re.finditer(_HEAD, text):
+        start, after = match.span()
+        if start < end:
+            continue
+        if match["braced"] is None:
+            end = after
+            yield _Placeholder(start, end, match["plain"], None)
+        elif text[after] == "}":
+            end = after + 1
+            yield _Placeholder(start, end, match["braced"], None)
+        elif after < last_brace:
+            close = text.index("}", after)
+            end = close + 1
+            yield _Placeholder(start, end, match["braced"], slice(after + 1, close))
 
 
 def resolve_yaml_env_vars(value: object) -> object:

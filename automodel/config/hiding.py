@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
+from automodel.config.containers import Container, secrecy_below
 from automodel.config.env import has_placeholder
 from automodel.config.origins import Source
+from automodel.config.printing import printable
 from automodel.config.redact import REDACTED, Secrecy
 
-__all__ = ["MIN_HIDDEN_CHARACTERS", "HiddenValues"]
+__all__ = ["MIN_HIDDEN_CHARACTERS", "HiddenValues", "hide_values"]
 
 MIN_HIDDEN_CHARACTERS = 4
 """Shorter values stand in many texts by chance, so that hiding them would garble messages and keep no secret."""
@@ -162,6 +164,17 @@ class HiddenValues:
                 self._shown.setdefault(spelt, shown)
                 if number or spelt.isdecimal():
                     self._numbers.add(spelt)
+
+
+def hide_values(hidden: HiddenValues, container: Container, secrecy: Secrecy = Secrecy.NONE) -> None:
+    """Add what a container of a recipe must not show, at any depth, to `hidden`."""
+    for key, value, source in container.entries():
+        below = secrecy_below(secrecy, key)
+        if isinstance(value, Container):
+            hide_values(hidden, value, below)
+        else:
+            shown = printable(value, source, secrecy=below, spelling="placeholders", redact=True)
+            hidden.add(value, source, place=container.place_of(key), shown=str(shown), secrecy=below)
 
 
 def _longest_first(texts: Iterable[str]) -> list[str]:

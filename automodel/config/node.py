@@ -10,15 +10,14 @@ import yaml
 
 from automodel.config.containers import ABSENT, Container, find, find_key
 from automodel.config.env import expand, has_placeholder
-from automodel.config.hiding import HiddenValues
 from automodel.config.names import did_you_mean
 from automodel.config.notes import note
 from automodel.config.origins import IN_CODE, Origin, Source, in_file
-from automodel.config.printing import Spelling, hide_values, name_callable, printable, resolved, show
+from automodel.config.printing import Spelling, name_callable, printable, resolved, show
 from automodel.config.redact import Secrecy, key_secrecy
 from automodel.config.scalars import translate_value
 from automodel.config.targets import resolve_target
-from automodel.config.yaml_file import LocatedList, LocatedMapping
+from automodel.config.yaml_file import MAX_DEPTH, LocatedList, LocatedMapping
 
 __all__ = ["ConfigList", "ConfigNode", "EnvironmentString"]
 
@@ -175,6 +174,8 @@ class ConfigNode(Container):
         parts = dotted.split(".")
         if not all(parts):
             raise ValueError(f"{dotted!r} is not a dotted path")
+        if len(parts) > MAX_DEPTH:
+            raise ValueError(f"cannot set a path of {len(parts)} parts, the limit is {MAX_DEPTH}")
         node, keys = self._deepest(dotted, parts)
         made, source = _wrap(value, path=self.place_of(dotted), origin=origin, is_target=parts[-1] == "_target_")
         for key in keys[:-1]:
@@ -222,6 +223,8 @@ class ConfigNode(Container):
         try:
             yield
         except BaseException as error:
+            from automodel.config.hiding import HiddenValues, hide_values  # Only errors need it.
+
             hidden = HiddenValues()
             for container in (self, *others):
                 if isinstance(container, Container):
@@ -296,12 +299,12 @@ class ConfigNode(Container):
         """A plain dict that is safe to print and to save.
 
         Args:
-            use_orig_values: Keep the strings of the recipe, with placeholders such as `${VAR}`, instead of the values
-                that they give.
+            use_orig_values: Keep the strings of the recipe instead of the values that they spell. Placeholders such as
+                `${VAR}` stay either way.
             redact_sensitive: Hide values under sensitive keys and passwords inside URLs. Placeholders stay.
-            resolve_env: Show resolved values even where placeholders are kept otherwise.
+            resolve_env: Show the values that placeholders resolve to.
         """
-        spelling: Spelling = "written" if use_orig_values and not resolve_env else "resolved"
+        spelling: Spelling = "resolved" if resolve_env else "written" if use_orig_values else "placeholders"
         safe: dict[Any, Any] = printable(self, spelling=spelling, redact=redact_sensitive)
         return safe
 

@@ -1,15 +1,13 @@
 """Where a value of a recipe comes from, and what the recipe says there."""
 
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from automodel.config.env import Expansion, has_placeholder
 
 __all__ = ["IN_CODE", "Origin", "Source", "in_file"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class Origin(NamedTuple):
     """Where a value comes from: a line of a file, an override, or Python code.
 
     Attributes:
@@ -37,8 +35,7 @@ IN_CODE = Origin(kind="code")
 """The origin of what Python code sets."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Source(NamedTuple):
     """What a recipe says for one value.
 
     Attributes:
@@ -58,7 +55,7 @@ class Source:
         """The source of a value that `written` gives, its placeholders replaced as `expansion` says."""
         variables = tuple(dict.fromkeys(name for name, _ in expansion.environment))
         if variables or expansion.defaults:
-            origin = replace(origin, variables=variables, defaults=expansion.defaults)
+            origin = origin._replace(variables=variables, defaults=expansion.defaults)
         return cls(origin=origin, written=written, text=expansion.text, environment=expansion.environment)
 
     @property

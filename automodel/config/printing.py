@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from automodel.config.containers import Container, secrecy_below
-from automodel.config.hiding import HiddenValues
 from automodel.config.origins import IN_CODE, Source
 from automodel.config.redact import REDACTED, Secrecy, key_secrecy, redact_text, redact_written
 from automodel.config.scalars import spell_value
 
-__all__ = ["Spelling", "hide_values", "name_callable", "printable", "resolved", "show"]
+__all__ = ["Spelling", "name_callable", "printable", "resolved", "show"]
 
 Spelling = Literal["written", "placeholders", "resolved"]
 
@@ -75,17 +74,6 @@ def show(value: Any, source: Source, secrecy: Secrecy) -> str:
     """A value as a message may print it: its placeholder, `<redacted>`, or its repr."""
     shown = printable(value, source, secrecy=secrecy, spelling="placeholders", redact=True)
     return REDACTED if shown == REDACTED else repr(shown)
-
-
-def hide_values(hidden: HiddenValues, container: Container, secrecy: Secrecy = Secrecy.NONE) -> None:
-    """Add what a container of a recipe must not show, at any depth, to `hidden`."""
-    for key, value, source in container.entries():
-        below = secrecy_below(secrecy, key)
-        if isinstance(value, Container):
-            hide_values(hidden, value, below)
-        else:
-            shown = printable(value, source, secrecy=below, spelling="placeholders", redact=True)
-            hidden.add(value, source, place=container.place_of(key), shown=str(shown), secrecy=below)
 
 
 def _plain(value: Any, secrecy: Secrecy, *, written: bool, redact: bool) -> Any:

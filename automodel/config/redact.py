@@ -23,33 +23,30 @@ class Secrecy(IntEnum):
     """Texts and numbers are hidden: `password`."""
 
 
+# Patterns are compiled when they are first used, so that importing this module stays cheap.
 _WORDS = frozenset({"pwd", "auth", "authorization", "bearer"})
-_WORD_PARTS = re.compile(r"password|passwd|passphrase|secret|credential|apikey|accesskey|privatekey|secretkey")
+_WORD_PARTS = r"password|passwd|passphrase|secret|credential|apikey|accesskey|privatekey|secretkey"
 _BEFORE_KEY = frozenset({"api", "access", "account", "private", "secret"})
 _SPECIAL_TOKENS = frozenset({"bos", "eos", "pad", "unk", "mask", "sep", "cls", "image", "video", "audio"})
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_WORD = r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+"
 
-_URL_HEAD = r"[A-Za-z][A-Za-z0-9+.-]*://"
+# Repetitions before a fixed text are bounded: searching a long text must not take the square of its length.
+_URL_HEAD = r"[A-Za-z][A-Za-z0-9+.-]{0,30}://"
 # The password of a URL ends at the last @ before the path; the second form is for one that holds a slash of its own.
-_URL_PASSWORD = re.compile(rf"(?P<head>{_URL_HEAD}[^\s/@:]*:)(?P<secret>[^\s/]+)(?=@)")
-_URL_PASSWORD_WITH_SLASH = re.compile(
-    rf"(?P<head>{_URL_HEAD}[^\s/@:]*:)(?!\d+(?:[/?#\s]|$))(?P<secret>(?:(?!://)[^\s@])+)(?=@)"
-)
+_URL_PASSWORD = rf"(?P<head>{_URL_HEAD}[^\s/@:]*:)(?P<secret>[^\s/]+)(?=@)"
+_URL_PASSWORD_WITH_SLASH = rf"(?P<head>{_URL_HEAD}[^\s/@:]*:)(?!\d+(?:[/?#\s]|$))(?P<secret>(?:(?!://)[^\s@])+)(?=@)"
 # `password=...` as database drivers and URL queries write it: quoted, up to a semicolon, or one word.
-_SETTING = re.compile(
-    r"(?P<key>[A-Za-z][\w.-]*)(?P<equals>\s?=\s?)"
+_SETTING = (
+    r"(?P<key>[A-Za-z][\w.-]{0,60})(?P<equals>\s?=\s?)"
     r"""(?P<secret>'[^']*'|"[^"]*"|\{[^}]*\}|[^;&\s'"][^;&\s]*(?: [^;&=\s]+)*(?=;)|[^;&\s'"][^;&\s]*)"""
 )
-_AUTHORIZATION = re.compile(
-    r"(?P<head>(?i:\bauthorization\s*[:=]\s*(?:(?:bearer|basic|token)\s+)?))(?P<secret>[^\s,;]+)"
-)
-_BEARER = re.compile(r"(?P<head>(?i:\bbearer\s+))(?P<secret>[\w.~+/=-]{12,})")
+_AUTHORIZATION = r"(?P<head>(?i:\bauthorization\s*[:=]\s*(?:(?:bearer|basic|token)\s+)?))(?P<secret>[^\s,;]+)"
+_BEARER = r"(?P<head>(?i:\bbearer\s+))(?P<secret>[\w.~+/=-]{12,})"
 # A URL user without a password is hidden where it looks like a token, in https://ghp_...@host.
-_URL_USER = re.compile(rf"(?P<head>{_URL_HEAD})(?P<secret>[^\s/@:]+)(?=@)")
-_TOKEN_RUN = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{16,}")
-_TOKEN = re.compile(
+_URL_USER = rf"(?P<head>{_URL_HEAD})(?P<secret>[^\s/@:]+)(?=@)"
+_TOKEN = (
     r"\b(?P<head>)(?P<secret>hf_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
-    r"|sk-[\w-]{20,}|xox[abprs]-[\w-]{10,}|dapi[0-9a-f]{32}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
+    r"|sk-[\w-]{20,}|xox[abprs]-[\w-]{10,}|dapi[0-9a-f]{32}|eyJ[\w-]{10,500}\.[\w-]{10,}\.[\w-]*)"
 )
 
 
@@ -57,8 +54,8 @@ def key_secrecy(name: object) -> Secrecy:
     """Say what a key of this name hides: `DB_PASSWORD` and `apiKey` all, `hf_token` texts, `eos_token` nothing."""
     if not isinstance(name, str):
         return Secrecy.NONE
-    words = [word.lower() for word in _WORD.findall(name)]
-    if not _WORDS.isdisjoint(words) or any(_WORD_PARTS.search(word) for word in words):
+    words = [word.lower() for word in re.findall(_WORD, name)]
+    if not _WORDS.isdisjoint(words) or any(re.search(_WORD_PARTS, word) for word in words):
         return Secrecy.ALL
     if any(first in _BEFORE_KEY and second in {"key", "keys"} for first, second in pairwise(words)):
         return Secrecy.ALL
@@ -107,18 +104,22 @@ def _redact(text: str, hide: Callable[[str], str]) -> str:
         return match["key"] + match["equals"] + secret
 
     def replace_user(match: re.Match[str]) -> str:
-        is_token = _TOKEN.match(match["secret"]) or _TOKEN_RUN.search(match["secret"])
-        return match["head"] + (hide(match["secret"]) if is_token else match["secret"])
+        return match["head"] + (hide(match["secret"]) if _looks_like_token(match["secret"]) else match["secret"])
 
     if "://" in text:
-        text = _URL_PASSWORD.sub(replace, text)
-        text = _URL_PASSWORD_WITH_SLASH.sub(replace, text)
-        text = _URL_USER.sub(replace_user, text)
+        text = re.sub(_URL_PASSWORD, replace, text)
+        text = re.sub(_URL_PASSWORD_WITH_SLASH, replace, text)
+        text = re.sub(_URL_USER, replace_user, text)
     if "=" in text:
-        text = _SETTING.sub(replace_setting, text)
+        text = re.sub(_SETTING, replace_setting, text)
     for pattern in (_AUTHORIZATION, _BEARER, _TOKEN):
-        text = pattern.sub(replace, text)
+        text = re.sub(pattern, replace, text)
     return text
+
+
+def _looks_like_token(user: str) -> bool:
+    runs = re.findall(r"[A-Za-z0-9]{16,}", user)
+    return re.match(_TOKEN, user) is not None or any(not run.isalpha() and not run.isdecimal() for run in runs)
 
 
 def _hide(secret: str) -> str:

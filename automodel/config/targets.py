@@ -1,9 +1,7 @@
 """Callables from their names: dotted paths, `file.py:symbol`, and the names that the reference system uses."""
 
-import hashlib
 import importlib
 import importlib.util
-import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -16,8 +14,6 @@ from automodel.config.names import did_you_mean
 from automodel.config.reference_names import STAND_INS, translate_name
 
 __all__ = ["InvalidFileTargetError", "load_module_from_file", "resolve_target", "set_enable_user_modules"]
-
-logger = logging.getLogger(__name__)
 
 _user_modules: bool | None = None
 _file_lock = threading.RLock()
@@ -73,6 +69,8 @@ def load_module_from_file(path: str | Path) -> ModuleType:
     if file.suffix != ".py" or not file.is_file():
         raise InvalidFileTargetError(f"{str(path)!r} is not an existing .py file")
     file = file.resolve()
+    import hashlib  # Few recipes need it.
+
     # The same name in every process, so that what the module defines can be pickled between ranks.
     digest = hashlib.sha256(str(file).encode("utf-8", errors="surrogateescape")).hexdigest()
     name = f"automodel_user_{file.stem}_{digest[:12]}"
@@ -118,7 +116,9 @@ def _resolve_dotted(target: str) -> Callable[..., Any]:
             f"target {target!r} names a private attribute; set NEMO_ENABLE_USER_MODULES=1 if that is intended"
         )
     if name in STAND_INS:
-        logger.info("%s: %s takes its place", name, STAND_INS[name])
+        import logging  # Loading a recipe has no need of it.
+
+        logging.getLogger(__name__).info("%s: %s takes its place", name, STAND_INS[name])
         name = STAND_INS[name]
     try:
         return _import_dotted(name)

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 __all__ = [
+    "MAX_BITS",
     "MAX_BYTES",
     "MAX_DEPTH",
     "MAX_VALUES",
@@ -20,6 +21,8 @@ MAX_BYTES = 2**20
 """Recipes are small: a larger file is taken for a mistake."""
 MAX_DEPTH = 100
 """Mappings and lists may stand inside one another this deep, aliases followed."""
+MAX_BITS = 10_000
+"""The largest integers of a file: Python does not print much larger ones."""
 MAX_VALUES = 100_000
 """A file may hold this many keys and values once its aliases are expanded."""
 
@@ -62,14 +65,22 @@ class _StrictLoader(_Loader):  # type: ignore[misc]
     file: str
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Give a scalar that YAML takes for a date or a number and Python does not, such as 2024-13-45, its line."""
+        """Build a value; one that YAML takes for a date or a number and Python does not (2024-13-45) names its line."""
         try:
-            return super().construct_object(node, deep=deep)
-        except ValueError as error:
-            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
+            value = super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError) as error:
+            if not isinstance(node, yaml.ScalarNode):
+                raise
+            problem = str(error) if isinstance(error, ValueError) else f"not a valid {_spell_tag(node.tag)}"
+            raise _refusal(problem, node) from None
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise _refusal(f"a number of more than {MAX_BITS:,} bits", node)
+        return value
 
     def construct_located_mapping(self, node: yaml.MappingNode) -> Iterator[LocatedMapping]:
         """Build a mapping, and then its keys and values, since they may refer to it."""
+        if not isinstance(node, yaml.MappingNode):
+            raise _refusal("expected a mapping", node)
         made = LocatedMapping()
         made.file, made.lines = self.file, {}
         yield made
@@ -77,12 +88,14 @@ class _StrictLoader(_Loader):  # type: ignore[misc]
         for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "found unhashable key", key_node.start_mark)
+                raise _refusal("found unhashable key", key_node)
             made[key] = self.construct_object(value_node)
             made.lines[key] = key_node.start_mark.line + 1
 
     def construct_located_list(self, node: yaml.SequenceNode) -> Iterator[LocatedList]:
         """Build a list, and then its elements, since they may refer to it."""
+        if not isinstance(node, yaml.SequenceNode):
+            raise _refusal("expected a list", node)
         made = LocatedList()
         made.file, made.lines = self.file, [item.start_mark.line + 1 for item in node.value]
         yield made
@@ -90,8 +103,7 @@ class _StrictLoader(_Loader):  # type: ignore[misc]
 
     def construct_unknown(self, node: yaml.Node) -> Any:
         """Refuse a tag that plain YAML does not have."""
-        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-        raise yaml.constructor.ConstructorError(None, None, f"unknown tag {tag!r}", node.start_mark)
+        raise _refusal(f"unknown tag {_spell_tag(node.tag)!r}", node)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Merge in what `<<` names: a mapping's own keys win, then those of the mapping that is named first."""
@@ -102,7 +114,7 @@ class _StrictLoader(_Loader):  # type: ignore[misc]
         pairs: dict[Hashable, tuple[yaml.Node, yaml.Node]] = {}
         for source in reversed(sources):
             if not isinstance(source, yaml.MappingNode):
-                raise yaml.constructor.ConstructorError(None, None, "<< takes mappings only", source.start_mark)
+                raise _refusal("<< takes mappings only", source)
             self.flatten_mapping(source)
             pairs |= {_identity(key): (key, value) for key, value in source.value}
         pairs |= {_identity(key): (key, value) for key, value in own}
@@ -114,7 +126,7 @@ class _StrictLoader(_Loader):  # type: ignore[misc]
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable):
                 if key in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
+                    raise _refusal(f"duplicate key {key!r}", key_node)
                 seen.add(key)
 
 
@@ -223,6 +235,10 @@ class _Measure:
 
 def _refusal(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def _spell_tag(tag: str) -> str:
+    return tag.replace("tag:yaml.org,2002:", "!!")
 
 
 def _identity(key_node: yaml.Node) -> Hashable:
