@@ -16,8 +16,10 @@ __all__ = ["main"]
 _COMMANDS = {
     "run": "train from a recipe",
     "recipes": "list the recipes that are shipped",
+    "config": "explain what a recipe may say, and what one says",
     "env": "print what a bug report needs",
 }
+_WITH_OVERRIDES = ("run", "config")
 _USAGE_ERROR = 2
 
 
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return _USAGE_ERROR
-    if rest and options.command != "run":
+    if rest and options.command not in _WITH_OVERRIDES:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.started, options.overrides = started, rest
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)

@@ -2,13 +2,12 @@
 
 import argparse
 import difflib
-import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from automodel.cli.complaints import complain
 from automodel.cli.output import say
 
 if TYPE_CHECKING:
@@ -47,14 +46,16 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         try:
             config = _load(args)
-            if args.dry_run:
-                return _print_plan(config, args)
-            recipe = _set_up(config, args, stack)
+            with config.hiding_values():
+                if args.dry_run:
+                    return _print_plan(config, args)
+                recipe = _set_up(config, args, stack)
         except KeyboardInterrupt:
-            return _complain(KeyboardInterrupt("interrupted"), status=_INTERRUPTED, with_traceback=False)
+            return complain(KeyboardInterrupt("interrupted"), status=_INTERRUPTED, with_traceback=False)
         except Exception as error:  # noqa: BLE001 - a border: until the job stands, every error is about its recipe
-            return _complain(error, status=_USAGE_ERROR, with_traceback=args.traceback)
-        return _train(recipe, args)
+            return complain(error, status=_USAGE_ERROR, with_traceback=args.traceback)
+        with config.hiding_values():
+            return _train(recipe, args)
 
 
 def _refuse_misspelt_options(words: Sequence[str]) -> None:
@@ -116,25 +117,11 @@ def _train(recipe: "Recipe", args: argparse.Namespace) -> int:
     try:
         outcome = recipe.run_train_validation_loop()
     except (NonFiniteLossError, CheckpointSaveError) as error:
-        return _complain(error, status=_FAILED, with_traceback=args.traceback)
+        return complain(error, status=_FAILED, with_traceback=args.traceback)
     except KeyboardInterrupt:
         second = KeyboardInterrupt("interrupted twice; the last checkpoint is the one before")
-        return _complain(second, status=_INTERRUPTED, with_traceback=False)
+        return complain(second, status=_INTERRUPTED, with_traceback=False)
     losses = ", ".join(f"{name} {value:.4f}" for name, value in outcome.losses.items())
     say(f"{outcome.status}: {outcome.steps_run} steps run{', ' + losses if losses else ''}")
     say(f"report: {outcome.report}")
     return 0
-
-
-def _complain(error: BaseException, *, status: int, with_traceback: bool) -> int:
-    """Print an expected error as a message, with the notes that say where in the recipe it belongs."""
-    if with_traceback:
-        traceback.print_exception(error)
-        return status
-    text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
-    print(f"error: {text or type(error).__name__}", file=sys.stderr)
-    for note in getattr(error, "__notes__", ()):
-        print(f"  {note}", file=sys.stderr)
-    if not isinstance(error, ValueError | OSError | ImportError | KeyboardInterrupt):
-        print("  (--traceback shows where in the code it was raised)", file=sys.stderr)
-    return status

@@ -1,6 +1,5 @@
 """Typed values from text: the translation that YAML strings, environment values and command-line overrides share."""
 
-import ast
 import warnings
 from collections.abc import Mapping
 
@@ -19,6 +18,10 @@ _WORDS: dict[str, bool | None] = {
 }
 
 
+_MAY_BE_LITERAL = frozenset({"'", '"', "True", "Fals", "None", "set("})
+"""What a literal that begins with a letter holds or begins with."""
+
+
 def translate_value(value: object) -> object:
     """Turn a string into the Python value that it spells; every other type is returned unchanged.
 
@@ -32,6 +35,10 @@ def translate_value(value: object) -> object:
         return _WORDS[value]
     if len(value) > MAX_LITERAL_CHARACTERS:
         return value
+    if value[:1].isalpha() and not _MAY_BE_LITERAL.intersection((value[:4], *value)):
+        return value
+    import ast  # Recipes of plain words have no need of it.
+
     try:
         with warnings.catch_warnings():
             # Strange escapes and the like: a DeprecationWarning in Python 3.11, a SyntaxWarning later.

@@ -6,18 +6,24 @@ dataclass-typed field is a sub-section. `build_section` checks names and types, 
 
 import dataclasses
 import inspect
+import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from automodel.config.loader import ConfigNode, EnvironmentString
 from automodel.config.names import did_you_mean
+from automodel.config.origins import Origin
 
-__all__ = ["NotAvailableYetError", "build_section", "check_arguments", "refuse", "setting"]
+__all__ = ["NotAvailableYetError", "add_place", "build_section", "check_arguments", "off_values", "refuse", "setting"]
 
 SectionT = TypeVar("SectionT")
 
 _OFF = "off"
+_SWITCHES = ("enabled", "enable")
+_OVERRIDDEN = "in a command-line override"
+_TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 
 
 class NotAvailableYetError(ValueError):
@@ -47,13 +53,28 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def build_section(section_class: type[SectionT], node: ConfigNode | Mapping[Any, Any] | None, path: str) -> SectionT:
+def off_values(field: dataclasses.Field[Any]) -> tuple[object, ...] | None:
+    """The values that leave a setting switched off while it is not built yet; None for one that is built."""
+    off: tuple[object, ...] | None = field.metadata.get(_OFF)
+    return off
+
+
+def build_section(
+    section_class: type[SectionT],
+    node: ConfigNode | Mapping[Any, Any] | None,
+    path: str,
+    *,
+    also: type[Any] | None = None,
+) -> SectionT:
     """Build a section from the recipe's mapping; None and a missing mapping give the defaults.
+
+    In a section that its key `enabled` or `enable` switches off, settings that are not built yet may have any value.
 
     Args:
         section_class: A frozen dataclass whose fields are settings.
         node: The mapping; `_target_` is passed over where the class declares none.
         path: The section's place in the recipe, for messages.
+        also: A second such class, whose keys are checked in the same way and then passed over.
 
     Raises:
         TypeError: the section is no mapping.
@@ -64,23 +85,41 @@ def build_section(section_class: type[SectionT], node: ConfigNode | Mapping[Any,
         node = {}
     if not isinstance(node, ConfigNode | Mapping):
         raise TypeError(f"{path} must be a mapping, got {node!r}")
-    fields = {field.name: field for field in dataclasses.fields(section_class)}  # type: ignore[arg-type]
-    hints = get_type_hints(section_class)
+    with node.hiding_values() if isinstance(node, ConfigNode) else nullcontext(), _located(node, path):
+        values = _checked_values(section_class, node, path, also=also)
+        for field in dataclasses.fields(section_class):  # type: ignore[arg-type]
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if required and field.name not in values:
+                raise ValueError(f"{path}.{field.name} is required")
+        return section_class(**values)
+
+
+def _checked_values(
+    section_class: type[Any], node: ConfigNode | Mapping[Any, Any], path: str, *, also: type[Any] | None
+) -> dict[str, Any]:
+    """The values that the mapping gives for the fields of the class."""
+    fields, hints = _settings_of(section_class)
+    more_fields, more_hints = _settings_of(also) if also is not None else ({}, {})
+    switched_off = any(name in fields and node.get(name) is False for name in _SWITCHES)
     values: dict[str, Any] = {}
     for key in node:
         if key == "_target_" and key not in fields:
             continue
-        if key not in fields:
-            raise ValueError(f"unknown key {path}.{key}{did_you_mean(str(key), fields)}")
-        values[key] = _checked(node[key], hints[key], f"{path}.{key}")
-        off = fields[key].metadata.get(_OFF)
-        if off is not None and not _is_one_of(values[key], off):
-            raise NotAvailableYetError(f"{path}.{key}: {values[key]!r} is not available yet")
-    for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and name not in values:
-            raise ValueError(f"{path}.{name} is required")
-    return section_class(**values)
+        field = fields.get(key) or more_fields.get(key)
+        if field is None:
+            raise ValueError(f"unknown key {path}.{key}{did_you_mean(str(key), {*fields, *more_fields})}")
+        value = _checked(node, key, hints.get(key, more_hints.get(key)), f"{path}.{key}")
+        off = off_values(field)
+        if off is not None and not switched_off and not _is_one_of(value, off):
+            raise NotAvailableYetError(f"{path}.{key}: {_shown(node, key)} is not available yet")
+        if key in fields:
+            values[key] = value
+    return values
+
+
+def _settings_of(section_class: type[Any]) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:
+    """The fields of a section class by name, and their types."""
+    return {field.name: field for field in dataclasses.fields(section_class)}, get_type_hints(section_class)
 
 
 def check_arguments(node: ConfigNode, *, provided: tuple[str, ...] = ()) -> None:
@@ -95,7 +134,7 @@ def check_arguments(node: ConfigNode, *, provided: tuple[str, ...] = ()) -> None
         ImportError, InvalidFileTargetError: the target cannot be resolved.
     """
     for key in node:
-        _check_arguments_below(node[key])
+        _check_arguments_below(node[key], key=key)
     if "_target_" not in node:
         raise ValueError(f"{node.path} needs a _target_")
     target = node["_target_"]
@@ -103,7 +142,13 @@ def check_arguments(node: ConfigNode, *, provided: tuple[str, ...] = ()) -> None
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
         return
-    target_name = getattr(target, "__qualname__", repr(target))
+    with _located(node, node.path):
+        _check_against(parameters, node, provided=provided, target_name=getattr(target, "__qualname__", repr(target)))
+
+
+def _check_against(
+    parameters: Mapping[str, inspect.Parameter], node: ConfigNode, *, provided: tuple[str, ...], target_name: str
+) -> None:
     named = {
         name
         for name, parameter in parameters.items()
@@ -119,16 +164,31 @@ def check_arguments(node: ConfigNode, *, provided: tuple[str, ...] = ()) -> None
             raise ValueError(f"{node.path}.{name} is required by {target_name}")
 
 
-def _check_arguments_below(value: object) -> None:
-    """Check the `_target_` mappings at `value` and below it."""
+def _check_arguments_below(value: object, *, key: object = None) -> None:
+    """Check the `_target_` mappings at `value`, which stands under `key`, and below it."""
     if isinstance(value, ConfigNode) and "_target_" in value:
+        if isinstance(key, str) and key.endswith("_fn") and _lacks_arguments(value):
+            raise NotAvailableYetError(
+                f"{value.path}: a function with some of its arguments is not available yet; name the function alone"
+            )
         check_arguments(value)
     elif isinstance(value, ConfigNode):
-        for key in value:
-            _check_arguments_below(value[key])
+        for name in value:
+            _check_arguments_below(value[name], key=name)
     elif isinstance(value, list):
         for item in value:
             _check_arguments_below(item)
+
+
+def _lacks_arguments(node: ConfigNode) -> bool:
+    """Whether the target of the mapping needs more arguments than the mapping gives."""
+    try:
+        inspect.signature(node["_target_"]).bind(**dict.fromkeys(key for key in node if key != "_target_"))
+    except TypeError as error:
+        return "missing" in str(error)
+    except ValueError:
+        return False
+    return False
 
 
 def refuse(path: str, value: object, expected: str) -> ValueError:
@@ -136,51 +196,97 @@ def refuse(path: str, value: object, expected: str) -> ValueError:
     return ValueError(f"{path} must be {expected}, got {value!r}")
 
 
+def add_place(error: Exception, origin: Origin) -> None:
+    """Note on an error where the recipe holds what it is about, unless a closer place was noted already."""
+    notes = getattr(error, "__notes__", ())
+    if origin.kind == "override" and _OVERRIDDEN not in notes:
+        error.add_note(_OVERRIDDEN)
+    elif origin.kind == "file" and not any(_OVERRIDDEN in text or f"{origin.file}:" in text for text in notes):
+        error.add_note(f"in {origin.file}:{origin.line}")
+
+
 def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
     return any(value is item or (type(value) is type(item) and value == item) for item in allowed)
 
 
-def _checked(value: Any, hint: Any, path: str) -> Any:
-    """Return `value` as the type that `hint` asks for, or raise the error that names the path."""
+class _Shown:
+    """Stands in a message for a value that must not be printed as it is."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _shown(container: Any, key: Any) -> str:
+    """A value as a message may print it: the recipe's placeholder instead of what the environment holds."""
+    return str(container.shown(key)) if hasattr(container, "shown") else repr(container[key])
+
+
+@contextmanager
+def _located(node: ConfigNode | Mapping[Any, Any], path: str) -> Iterator[None]:
+    """Add to an error that names a key of `node` where the recipe holds that key."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        named = re.search(rf"(?<![\w.]){re.escape(path)}\.([^\s.:]+)", str(error))
+        if isinstance(node, ConfigNode) and named is not None and named[1] in node:
+            add_place(error, node.origin(named[1]))
+        raise
+
+
+def _checked(container: Any, key: Any, hint: Any, path: str) -> Any:
+    """Return the value at `key` as the type that `hint` asks for, or raise the error that names the path."""
+    value = container[key]
     if isinstance(value, EnvironmentString):
         value = str(value)
     if hint is Any or hint is object:
         return value
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return _checked_union(value, hint, path)
+        return _checked_union(container, key, hint, path)
     if origin is Literal:
         if not _is_one_of(value, get_args(hint)):
-            raise refuse(path, value, "one of " + ", ".join(repr(choice) for choice in get_args(hint)))
+            raise _refused(container, key, path, "one of " + ", ".join(repr(choice) for choice in get_args(hint)))
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise refuse(path, value, "a list")
+            raise _refused(container, key, path, "a list")
         element = get_args(hint)[0]
-        return tuple(_checked(item, element, f"{path}.{index}") for index, item in enumerate(value))
+        return tuple(_checked(value, index, element, f"{path}.{index}") for index in range(len(value)))
     if dataclasses.is_dataclass(hint):
         return build_section(hint, value, path)  # type: ignore[arg-type]
     if hint is ConfigNode and not isinstance(value, ConfigNode):
-        raise refuse(path, value, "a mapping")
+        raise _refused(container, key, path, "a mapping")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is str and not isinstance(value, str) and (text := _text(container, key)) is not None:
+        return text
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise refuse(path, value, _TYPE_NAMES.get(hint, hint.__name__))
+        raise _refused(container, key, path, _TYPE_NAMES.get(hint, hint.__name__))
     return value
 
 
-_TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+def _text(container: Any, key: Any) -> str | None:
+    """The string that the recipe holds where it was read as another type: `"2024"` is a text if one is asked for."""
+    text: str | None = container.text(key) if hasattr(container, "text") else None
+    return text
 
 
-def _checked_union(value: Any, hint: Any, path: str) -> Any:
-    if value is None and type(None) in get_args(hint):
+def _refused(container: Any, key: Any, path: str, expected: str) -> ValueError:
+    return refuse(path, _Shown(_shown(container, key)), expected)
+
+
+def _checked_union(container: Any, key: Any, hint: Any, path: str) -> Any:
+    if container[key] is None and type(None) in get_args(hint):
         return None
     errors: list[Exception] = []
     for choice in get_args(hint):
         if choice is type(None):
             continue
         try:
-            return _checked(value, choice, path)
+            return _checked(container, key, choice, path)
         except NotAvailableYetError:
             raise
         except (TypeError, ValueError) as error:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from automodel.distributed.env import read_launch_environment
 from automodel.models.auto import build_on_meta
 from automodel.models.inspection import ParameterSummary, saved_activation_bytes, summarize_parameters
 from automodel.recipes import parts
+from automodel.recipes.listing import list_values
 from automodel.recipes.sections import RecipeSections, build_sections
 from automodel.training.precision import compute_dtype
 
@@ -114,7 +115,7 @@ def make_plan(config: ConfigNode, *, run_dir: Path | None = None) -> Plan:
         tokens_per_step=None if context_length is None else scheduler.global_batch_size * context_length,
         max_steps=scheduler.max_steps,
         num_epochs=scheduler.num_epochs,
-        sections=_describe_sections(sections, run_dir=run_dir),
+        sections=_describe_sections(config, sections, run_dir=run_dir),
     )
 
 
@@ -186,18 +187,20 @@ def _optimizer_state_bytes(node: ConfigNode, model: nn.Module) -> int | None:
     return sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
 
 
-def _describe_sections(sections: RecipeSections, *, run_dir: Path | None) -> dict[str, str]:
-    """What each section resolves to, a line each."""
+def _describe_sections(config: ConfigNode, sections: RecipeSections, *, run_dir: Path | None) -> dict[str, str]:
+    """What each section resolves to, a line each; placeholders of the environment stay as they are."""
     described = {}
     for name in ("model", "tokenizer", "dataset", "dataloader", "validation_dataset", "validation_dataloader"):
         described[name] = _describe_target(getattr(sections, name), absent="default")
     described["loss_fn"] = _describe_target(sections.loss_fn, absent="MaskedCrossEntropy()")
     described["optimizer"] = _describe_target(sections.optimizer, absent="")
-    checkpoint = sections.checkpoint
+    given = {value.dotted: value.value for value in list_values(config, with_defaults=False)}
+    given.setdefault("rng.seed", given.get("seed"))
     for name in ("lr_scheduler", "clip_grad_norm", "step_scheduler", "rng", "distributed", "checkpoint"):
-        described[name] = _describe_settings(getattr(sections, name))
-    folder = checkpoint.checkpoint_dir or f"{run_dir or 'the run folder'}/checkpoints"
-    described["checkpoint"] += f" -> {folder}" if checkpoint.enabled else ""
+        described[name] = ", ".join(_changed_settings(getattr(sections, name), given, path=name)) or "defaults"
+    if sections.checkpoint.enabled:
+        folder = given.get("checkpoint.checkpoint_dir") or f"{run_dir or 'the run folder'}/checkpoints"
+        described["checkpoint"] += f" -> {folder}"
     described["deterministic"] = str(sections.deterministic).lower()
     return described
 
@@ -210,15 +213,15 @@ def _describe_target(node: ConfigNode | None, *, absent: str) -> str:
     return f"{target}({', '.join(f'{key}={_short(value)}' for key, value in values.items())})"
 
 
-def _describe_settings(section: Any) -> str:
-    """The settings that differ from their defaults."""
-    changed = []
+def _changed_settings(section: Any, given: Mapping[str, Any], *, path: str) -> Iterator[str]:
+    """The settings that differ from their defaults, as the recipe may print them."""
     for setting in dataclasses.fields(section):
-        value = getattr(section, setting.name)
+        value, place = getattr(section, setting.name), f"{path}.{setting.name}"
         default = setting.default_factory() if callable(setting.default_factory) else setting.default
-        if value != default:
-            changed.append(f"{setting.name}={value}")
-    return ", ".join(changed) or "defaults"
+        if dataclasses.is_dataclass(value):
+            yield from (f"{setting.name}.{changed}" for changed in _changed_settings(value, given, path=place))
+        elif value != default:
+            yield f"{setting.name}={given.get(place) or value}"
 
 
 def _short(value: Any) -> str:

@@ -1,68 +1,42 @@
-"""Every section that a recipe may hold, who owns it, and the function that builds them all from a ConfigNode."""
+"""A recipe's sections, checked: one function builds them all from a ConfigNode."""
 
+import copy
 import difflib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from automodel.checkpoint.store import CheckpointConfig
 from automodel.config.loader import ConfigNode, resolve_target
 from automodel.config.names import did_you_mean
-from automodel.config.sections import NotAvailableYetError, build_section, check_arguments, refuse
-from automodel.distributed.config import DistEnvConfig, DistributedConfig
-from automodel.training.optim import ClipGradNormConfig, LrSchedulerConfig
-from automodel.training.rng import RngConfig
-from automodel.training.step_scheduler import StepSchedulerConfig
+from automodel.config.sections import NotAvailableYetError, add_place, build_section, check_arguments, refuse
+from automodel.recipes.planned_sections import PlannedSection
+from automodel.recipes.reference_keys import REFERENCE_KEYS, REFERENCE_TARGETS
+from automodel.recipes.schema import (
+    RECIPE_CLASSES,
+    SETTINGS_SECTIONS,
+    TARGET_SECTIONS,
+    TargetSection,
+    find_section,
+    is_metadata,
+)
 
-__all__ = ["RecipeSections", "build_sections", "find_recipe_class"]
+if TYPE_CHECKING:
+    from automodel.checkpoint.store import CheckpointConfig
+    from automodel.distributed.config import DistEnvConfig, DistributedConfig
+    from automodel.training.optim import ClipGradNormConfig, LrSchedulerConfig
+    from automodel.training.rng import RngConfig
+    from automodel.training.step_scheduler import StepSchedulerConfig
+
+__all__ = ["RecipeSections", "build_sections", "check_sections", "find_recipe_class"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
-
-RECIPES: dict[str, str | None] = {
-    "TrainFinetuneRecipeForNextTokenPrediction": "automodel.recipes.llm.TrainFinetuneRecipeForNextTokenPrediction",
-    "BenchmarkingRecipeForNextTokenPrediction": None,
-    "FinetuneRecipeForVLM": None,
-    "KnowledgeDistillationRecipeForNextTokenPrediction": None,
-    "TrainFinetuneRecipeForSequenceClassification": None,
-}
-"""Recipe classes by their bare names; None: known, not built yet."""
-
-_SCHEMA_SECTIONS: dict[str, type[Any]] = {
-    "step_scheduler": StepSchedulerConfig,
-    "distributed": DistributedConfig,
-    "dist_env": DistEnvConfig,
-    "checkpoint": CheckpointConfig,
-    "rng": RngConfig,
-    "lr_scheduler": LrSchedulerConfig,
-    "clip_grad_norm": ClipGradNormConfig,
-}
-_TARGET_SECTIONS: dict[str, tuple[str, ...]] = {
-    "model": (),
-    "tokenizer": (),
-    "dataset": ("tokenizer",),
-    "dataloader": ("dataset", "batch_size"),
-    "validation_dataset": ("tokenizer",),
-    "validation_dataloader": ("dataset", "batch_size"),
-    "loss_fn": (),
-    "optimizer": ("params",),
-}
-"""Sections with a `_target_`, and the arguments that the recipe passes to the target itself."""
-
-_OTHER_SECTIONS = frozenset({"recipe", "seed", "deterministic"})
-_METADATA_SECTIONS = frozenset({"ci"})
-_SECTIONS_NOT_BUILT = frozenset(
-    {"packed_sequence", "peft", "freeze_config", "processor", "benchmark", "compile", "wandb", "fp8", "parallelizer"}
-    | {"nvtx", "quantization", "prewarm", "embedding_row_repair", "neftune", "qat", "skypilot", "mfu", "kernels"}
-    | {"kernel_cache", "teacher_model", "kd_ratio", "kd_loss_fn", "offload_teacher_model", "slurm", "autopipeline"}
-    | {"mlflow", "comet", "autonvtx"}
-)
-_KNOWN = frozenset({*_SCHEMA_SECTIONS, *_TARGET_SECTIONS} | _OTHER_SECTIONS | _METADATA_SECTIONS | _SECTIONS_NOT_BUILT)
-_SWITCHES = ("enabled", "enable")
-_OFF_UNLESS_SWITCHED = frozenset({"compile", "fp8"})
-_OFF_VALUES_ONLY = frozenset({"prewarm", "nvtx", "mfu", "kernels", "kernel_cache", "packed_sequence"})
+_MISTAKES = (ValueError, TypeError, ImportError, KeyError, AttributeError)
+_MANAGERS = {"FSDP2Manager": "fsdp2", "DDPManager": "ddp", "MegatronFSDPManager": "megatron_fsdp"}
+"""Classes of the older form of `distributed`, and the strategy that each stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +44,13 @@ class RecipeSections:
     """A recipe, checked: schema sections as their dataclasses, `_target_` sections as nodes to instantiate."""
 
     recipe: Callable[..., Any]
-    step_scheduler: StepSchedulerConfig
-    distributed: DistributedConfig
-    dist_env: DistEnvConfig
-    checkpoint: CheckpointConfig
-    rng: RngConfig
-    lr_scheduler: LrSchedulerConfig
-    clip_grad_norm: ClipGradNormConfig
+    step_scheduler: "StepSchedulerConfig"
+    distributed: "DistributedConfig"
+    dist_env: "DistEnvConfig"
+    checkpoint: "CheckpointConfig"
+    rng: "RngConfig"
+    lr_scheduler: "LrSchedulerConfig"
+    clip_grad_norm: "ClipGradNormConfig"
     deterministic: bool
     model: ConfigNode
     tokenizer: ConfigNode | None
@@ -91,31 +65,164 @@ class RecipeSections:
 def build_sections(config: ConfigNode) -> RecipeSections:
     """Check a whole recipe and build its sections; this is where its targets are imported.
 
+    The error of the first mistake is raised; notes on it name the other ones.
+
     Raises:
         ValueError: an unknown section or key (with the nearest known one), a missing section, or a refused value.
         NotAvailableYetError: a known section or key that is not built yet and is switched on.
         TypeError: a section that must be a mapping is none.
         ImportError, InvalidFileTargetError: a `_target_` or `*_fn` cannot be resolved.
     """
-    _check_names(config)
-    schema = {
-        name: build_section(section_class, _schema_node(config, name), name)
-        for name, section_class in _SCHEMA_SECTIONS.items()
-    }
-    targets: dict[str, Any] = {name: _target_node(config, name) for name in _TARGET_SECTIONS}
-    for name in ("model", "dataset", "optimizer"):
-        if targets[name] is None:
+    mistakes = _Mistakes(config)
+    with config.hiding_values():
+        _check_names(config, mistakes)
+        recipe: Any = None
+        with mistakes.collected("recipe"):
+            recipe = find_recipe_class(config)
+        built = _build_settings(config, mistakes)
+        for name, section in TARGET_SECTIONS.items():
+            with mistakes.collected(name):
+                built[name] = _checked_target(config, section, needed=recipe is not None)
+        with mistakes.collected("deterministic"):
+            built["deterministic"] = _flag(config, "deterministic")
+        mistakes.raise_first()
+    return RecipeSections(recipe=recipe, **built)
+
+
+def check_sections(config: ConfigNode, *, targets: Collection[str] = ()) -> None:
+    """Check the names of all sections, and the contents of those with a fixed schema and of the named `targets`.
+
+    Raises:
+        ValueError, NotAvailableYetError, TypeError, ImportError: as `build_sections`.
+    """
+    mistakes = _Mistakes(config)
+    with config.hiding_values():
+        _check_names(config, mistakes)
+        _build_settings(config, mistakes)
+        for name in targets:
+            with mistakes.collected(name):
+                _checked_target(config, TARGET_SECTIONS[name], needed=False)
+        mistakes.raise_first()
+
+
+def _build_settings(config: ConfigNode, mistakes: "_Mistakes") -> dict[str, Any]:
+    built: dict[str, Any] = {}
+    for name, section in SETTINGS_SECTIONS.items():
+        with mistakes.collected(name):
+            node, also = _settings_node(config, name), REFERENCE_KEYS.get(name)
+            built[name] = build_section(section.section_class(), node, name, also=also)
+    return built
+
+
+class _Mistakes:
+    """Everything that is wrong with a recipe, so that one run tells it all."""
+
+    def __init__(self, config: ConfigNode) -> None:
+        self._config = config
+        self._found: list[Exception] = []
+
+    @contextmanager
+    def collected(self, section: Any) -> Iterator[None]:
+        """Keep an error about a section instead of raising it, with the place of the section."""
+        try:
+            yield
+        except _MISTAKES as error:
+            if section in self._config:
+                add_place(error, self._config.origin(section))
+            self._found.append(error)
+
+    def raise_first(self) -> None:
+        """Raise the first error, the others as notes on it."""
+        if not self._found:
+            return
+        first, *others = self._found
+        for other in others:
+            first.add_note("\n      ".join([f"also: {other}", *getattr(other, "__notes__", ())]))
+        raise first
+
+
+def _check_names(config: ConfigNode, mistakes: _Mistakes) -> None:
+    passed_over = []
+    for name in config:
+        if is_metadata(name):
+            passed_over.append(name)
+            continue
+        with mistakes.collected(name):
+            section = find_section(name)
+            if isinstance(section, PlannedSection) and section.asks_for_something(_plain(config, name)):
+                off = f" (switched off by {section.off})" if section.off else ""
+                raise NotAvailableYetError(f"section {name!r} is not available yet{off}")
+    if passed_over:
+        logger.info("sections passed over, which hold no settings: %s", ", ".join(passed_over))
+
+
+def _plain(config: ConfigNode, name: str) -> Any:
+    """A section's plain value; its targets are names, and are not imported."""
+    return config.to_dict()[name]
+
+
+def _settings_node(config: ConfigNode, name: str) -> Any:
+    """The mapping of a section with a fixed schema, older forms translated."""
+    node = config.get(name)
+    if name == "rng":
+        node = _rng_node(config, node)
+    if not isinstance(node, ConfigNode) or "_target_" not in node:
+        return node
+    if name == "distributed":
+        return _old_distributed_node(node)
+    target = str(node.raw_config["_target_"])
+    if target.rpartition(".")[2] != REFERENCE_TARGETS.get(name):
+        raise NotAvailableYetError(f"{name}._target_: {target!r} is not available yet; {name} has keys of its own")
+    return node
+
+
+def _rng_node(config: ConfigNode, node: Any) -> Any:
+    seed = config.get("seed")
+    if seed is None or not (node is None or isinstance(node, ConfigNode)):
+        return node
+    if node is not None and node.get("seed", seed) != seed:
+        raise ValueError(f"seed is {config.shown('seed')} but rng.seed is {node.shown('seed')}; keep one of them")
+    merged = ConfigNode(path="rng") if node is None else copy.deepcopy(node)
+    merged["seed"] = config.raw_config["seed"]
+    return merged
+
+
+def _old_distributed_node(node: ConfigNode) -> ConfigNode:
+    """Translate the older form, whose `_target_` names a manager class, to the fixed schema."""
+    manager = str(node.raw_config["_target_"]).rpartition(".")[2]
+    if manager not in _MANAGERS:
+        near = difflib.get_close_matches(manager, _MANAGERS, n=1)
+        raise refuse(
+            "distributed._target_", manager, f"absent (write strategy: {_MANAGERS[near[0]] if near else 'fsdp2'})"
+        )
+    logger.warning("distributed._target_ %s is an older form, read as strategy: %s", manager, _MANAGERS[manager])
+    translated = copy.deepcopy(node)
+    translated["strategy"] = _MANAGERS[manager]
+    policy = translated.get("mp_policy")
+    if isinstance(policy, ConfigNode):
+        for key, value in list(policy.items()):
+            if key != "_target_" and isinstance(value, str) and value.startswith("torch."):
+                policy[key] = value.removeprefix("torch.")
+    return translated
+
+
+def _checked_target(config: ConfigNode, section: TargetSection, *, needed: bool) -> ConfigNode | None:
+    """The node of a section with a `_target_`, its targets resolved and their arguments checked."""
+    name = section.name
+    node = config.get(name)
+    if node is None:
+        if section.required and needed:
             raise ValueError(f"the recipe needs a section {name}")
-    for name, node in targets.items():
-        if node is not None:
-            node.resolve_targets()
-            check_arguments(node, provided=_TARGET_SECTIONS[name])
-    return RecipeSections(
-        recipe=find_recipe_class(config),
-        deterministic=_flag(config, "deterministic"),
-        **schema,
-        **targets,
-    )
+        return None
+    if isinstance(node, list):
+        raise NotAvailableYetError(f"{name}: a list of {len(node)} is not available yet; give one mapping")
+    if not isinstance(node, ConfigNode):
+        raise TypeError(f"{name} must be a mapping with a _target_, got {config.shown(name)}")
+    if "_target_" not in node:
+        raise ValueError(f"{name} needs a _target_, such as {', '.join(section.targets)}")
+    node.resolve_targets()
+    check_arguments(node, provided=section.provided)
+    return node
 
 
 def find_recipe_class(config: ConfigNode) -> Callable[..., Any]:
@@ -126,100 +233,21 @@ def find_recipe_class(config: ConfigNode) -> Callable[..., Any]:
         NotAvailableYetError: the class is known but not built yet.
         ImportError, InvalidFileTargetError: its `_target_` cannot be resolved.
     """
-    return _resolve_recipe(config.get("recipe", DEFAULT_RECIPE))
-
-
-def _check_names(config: ConfigNode) -> None:
-    passed_over = []
-    for name in config:
-        if isinstance(name, str) and (name.startswith("_") or name in _METADATA_SECTIONS):
-            passed_over.append(name)
-        elif name not in _KNOWN:
-            raise ValueError(f"unknown section {name!r}{did_you_mean(str(name), _KNOWN)}")
-        elif name in _SECTIONS_NOT_BUILT and not _is_off(name, config.to_dict()[name]):
-            raise NotAvailableYetError(f"section {name!r} is not available yet")
-    if passed_over:
-        logger.info("sections passed over, which hold no settings: %s", ", ".join(passed_over))
-
-
-def _is_off(name: str, value: object) -> bool:
-    """Whether a section that is not built yet asks for nothing."""
-    if value is None or value is False:
-        return True
-    if not isinstance(value, Mapping):
-        return False
-    switches = [value[key] for key in _SWITCHES if key in value]
-    if switches:
-        return not any(switches)
-    if name == "packed_sequence" and "packed_sequence_size" in value:
-        return value["packed_sequence_size"] in (0, None)
-    return name in _OFF_UNLESS_SWITCHED or (name in _OFF_VALUES_ONLY and not any(value.values()))
-
-
-def _schema_node(config: ConfigNode, name: str) -> Any:
-    """The mapping of a schema section, older forms translated."""
-    node = config.get(name)
-    if name == "rng":
-        return _rng_node(config, node)
-    if name == "distributed" and isinstance(node, ConfigNode) and "_target_" in node:
-        return _old_distributed_node(node)
-    return node
-
-
-def _rng_node(config: ConfigNode, node: Any) -> Any:
-    seed = config.get("seed")
-    if seed is None or not (node is None or isinstance(node, ConfigNode)):
-        return node
-    if node is not None and node.get("seed", seed) != seed:
-        raise ValueError(f"seed is {seed!r} but rng.seed is {node.get('seed')!r}; keep one of them")
-    return {**(node.to_dict() if node is not None else {}), "seed": seed}
-
-
-def _old_distributed_node(node: ConfigNode) -> dict[str, Any]:
-    """Translate the older form, whose `_target_` names a manager class, to the fixed schema."""
-    values = node.to_dict()
-    manager = str(values.pop("_target_")).rpartition(".")[2]
-    strategies = {"FSDP2Manager": "fsdp2", "DDPManager": "ddp", "MegatronFSDPManager": "megatron_fsdp"}
-    if manager not in strategies:
-        near = difflib.get_close_matches(manager, strategies, n=1)
-        raise refuse(
-            "distributed._target_", manager, f"absent (write strategy: {strategies[near[0]] if near else 'fsdp2'})"
-        )
-    logger.warning("distributed._target_ %s is an older form, read as strategy: %s", manager, strategies[manager])
-    for name in ("mp_policy", "offload_policy"):
-        if isinstance(values.get(name), dict):
-            values[name] = {key: _dtype_name(value) for key, value in values[name].items() if key != "_target_"}
-    if values.get("offload_policy", 0) is None:
-        del values["offload_policy"]
-    return {**values, "strategy": strategies[manager]}
-
-
-def _dtype_name(value: object) -> object:
-    return value.removeprefix("torch.") if isinstance(value, str) else value
-
-
-def _target_node(config: ConfigNode, name: str) -> ConfigNode | None:
-    node = config.get(name)
-    if node is None:
-        return None
-    if not isinstance(node, ConfigNode):
-        raise TypeError(f"{name} must be a mapping with a _target_, got {node!r}")
-    return node
-
-
-def _resolve_recipe(value: object) -> Callable[..., Any]:
+    value = config.get("recipe")
+    if value is None:
+        value = DEFAULT_RECIPE
     if isinstance(value, ConfigNode):
-        value = value.to_dict().get("_target_")
+        value = value.raw_config.get("_target_")
     if not isinstance(value, str):
         raise refuse("recipe", value, "the name of a recipe class or a mapping with a _target_")
     bare = value.rpartition(".")[2]
-    if bare in RECIPES:
-        target = RECIPES[bare]
+    if bare in RECIPE_CLASSES:
+        target = RECIPE_CLASSES[bare]
         if target is None:
             raise NotAvailableYetError(f"recipe {bare} is not available yet")
         return resolve_target(target)
     if "." not in value:
-        raise ValueError(f"unknown recipe {value!r}{did_you_mean(value, RECIPES)}")
+        raise ValueError(f"unknown recipe {value!r}{did_you_mean(value, RECIPE_CLASSES)}")
     return resolve_target(value)
 
 

@@ -1,6 +1,14 @@
 import pytest
 
-from automodel.config.env import has_placeholder, interpolate, resolve_yaml_env_vars, user_modules_enabled
+from automodel.config.env import (
+    Expansion,
+    expand,
+    has_placeholder,
+    interpolate,
+    map_placeholders,
+    resolve_yaml_env_vars,
+    user_modules_enabled,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +77,20 @@ def test_user_modules_switch(monkeypatch, text, enabled):
     assert user_modules_enabled() is enabled
     monkeypatch.delenv("NEMO_ENABLE_USER_MODULES")
     assert not user_modules_enabled()
+
+
+def test_an_expansion_tells_what_it_took_from_where():
+    assert expand("$AM_HOST-${AM_MISSING,1}-${AM_HOST}-${AM_MISSING,2}") == Expansion(
+        text="example.org-1-example.org-2",
+        environment=(("AM_HOST", "example.org"), ("AM_HOST", "example.org")),
+        defaults=("AM_MISSING",),
+    )
+    assert expand("plain") == Expansion(text="plain")
+
+
+def test_what_stands_around_placeholders_can_be_rewritten():
+    text = "a${X,one}b$Y${Z}${oc.env:W,}"
+    assert map_placeholders(text, literal=str.upper) == "A${X,one}B$Y${Z}${oc.env:W,}"
+    marked = map_placeholders(text, literal=lambda _: ".", default=lambda name, default: f"{name}:{default}")
+    assert marked == ".${X,X:one}.$Y${Z}${oc.env:W,W:}"
+    assert map_placeholders("", literal=str.upper) == ""

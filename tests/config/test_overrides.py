@@ -1,9 +1,11 @@
 import re
+from dataclasses import dataclass
 
 import pytest
 
 from automodel.config.loader import ConfigNode
 from automodel.config.overrides import Override, apply_overrides, parse_overrides
+from automodel.config.sections import build_section, setting
 
 
 def overridden(raw, *words):
@@ -71,6 +73,40 @@ def test_a_stray_word_is_named(word):
             parse_overrides(words)
 
 
+@pytest.mark.parametrize("word", ["optimizer.lr=1e-3", "-optimizer.lr=1e-3"])
+def test_a_word_that_only_lacks_its_dashes_is_spelt_right_in_the_message(word):
+    with pytest.raises(ValueError, match=r"an override is written --optimizer\.lr=1e-3$"):
+        parse_overrides([word])
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--a.b", "2024"], "2024"),
+        (["--a.b=1e3"], "1e3"),
+        (["--a.b", "true"], "true"),
+        (["--a.b", "x"], "x"),
+        (["--a.b", "'10'"], "10"),
+    ],
+)
+def test_a_text_field_gets_the_word_itself(words, text):
+    @dataclass(frozen=True, kw_only=True)
+    class Section:
+        b: str = setting("")
+
+    config = ConfigNode({})
+    apply_overrides(config, parse_overrides(words))
+    assert build_section(Section, config.a, "a").b == text
+
+
+def test_an_override_is_the_origin_of_what_it_sets():
+    config = ConfigNode({"a": {"b": 1, "c": [1, {"d": 2}]}})
+    apply_overrides(config, parse_overrides(["--a.b=5", "--a.c.1.d=6", "--new.key=7"]))
+    for path in ("a.b", "a.c.1.d", "new.key"):
+        assert config.origin(path).kind == "override"
+    assert config.origin("a.c.0").kind == "code"
+
+
 def test_list_elements_new_mappings_and_targets():
     raw = {"l": [{"x": 1}, 2], "model": {"_target_": "a.b"}, "empty": None}
     words = ["--l.0.x", "9", "--l.1=3", "--model._target_", "builtins.dict", "--new.deep.key", "v", "--empty.x", "1"]
@@ -93,7 +129,7 @@ def test_an_environment_placeholder_is_resolved(monkeypatch):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("--leaf.x.y=1", "cannot set 'leaf.x.y': the way leads through 'leaf', which is 5, not a mapping"),
+        ("--leaf.x.y=1", "cannot set 'leaf.x.y': 'leaf' is 5, not a mapping"),
         ("--leaf.x=1", "cannot set 'leaf.x': 'leaf' is 5, not a mapping"),
         ("--l.7=1", "cannot set 'l.7': '7' is no position in a list of 2"),
         ("--l.7.x=1", "cannot set 'l.7.x': '7' is no position in a list of 2"),

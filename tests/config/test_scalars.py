@@ -23,6 +23,14 @@ from automodel.config.scalars import MAX_LITERAL_CHARACTERS, spell_value, transl
         ("{'a': 1}", {"a": 1}),
         ("'10'", "10"),
         ("1_000", 1000),
+        ("True ", True),
+        ("False  # no", False),
+        ("b'x'", b"x"),
+        ('rb"x"', b"x"),
+        ("u'x'", "x"),
+        ("set()", set()),
+        ("Trueish", "Trueish"),
+        ("don't", "don't"),
     ],
 )
 def test_strings_become_the_value_they_spell(text, value):

@@ -1,11 +1,12 @@
 import functools
 import re
+import traceback
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
 
-from automodel.config.loader import ConfigNode
+from automodel.config.loader import ConfigNode, load_yaml_config
 from automodel.config.sections import NotAvailableYetError, build_section, check_arguments, refuse, setting
 
 
@@ -151,6 +152,86 @@ def test_values_from_the_environment_fit_every_type(monkeypatch):
     assert type(section.style) is type(section.name) is type(section.names[0]) is str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Foreign:
+    depht: int | None = setting(None, "passed over")
+    tree: str | None = setting(None, off=(None, "oak"))
+
+
+def test_keys_of_a_second_class_are_checked_and_passed_over():
+    values = {"depth": 3, "depht": 5, "tree": "oak"}
+    assert build_section(Inner, values, "sec", also=Foreign) == Inner(depth=3)
+    with pytest.raises(NotAvailableYetError, match=r"^sec\.tree: 'elm' is not available yet$"):
+        build_section(Inner, {"tree": "elm"}, "sec", also=Foreign)
+    with pytest.raises(ValueError, match=r"^sec\.tree must be a text, got 5$"):
+        build_section(Inner, {"tree": 5}, "sec", also=Foreign)
+    with pytest.raises(ValueError, match=r"^unknown key sec\.tre \(did you mean 'tree'\?\)$"):
+        build_section(Inner, {"tre": "oak"}, "sec", also=Foreign)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switched:
+    enabled: bool = setting(True)
+    fast: bool = setting(False, off=(False,))
+
+
+def test_what_is_not_built_yet_may_have_any_value_in_a_section_that_is_switched_off():
+    assert build_section(Switched, {"enabled": False, "fast": True}, "sec") == Switched(enabled=False, fast=True)
+    for values in ({"enabled": True, "fast": True}, {"fast": True}):
+        with pytest.raises(NotAvailableYetError):
+            build_section(Switched, values, "sec")
+    with pytest.raises(ValueError, match=r"sec\.fast must be true or false, got 3"):
+        build_section(Switched, {"enabled": False, "fast": 3}, "sec")
+
+
+def load(tmp_path, text):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    return load_yaml_config(file)
+
+
+@pytest.mark.parametrize(("written", "text"), [('"2024"', "2024"), ("'1e3'", "1e3"), ('"true"', "true")])
+def test_a_text_that_looks_like_a_number_is_a_text_where_one_is_asked_for(written, text, tmp_path):
+    config = load(tmp_path, f"sec: {{size: 3, name: {written}, names: [a, {written}]}}")
+    section = build_section(Section, config.sec, "sec")
+    assert (section.name, section.names) == (text, ("a", text))
+
+
+def test_an_unquoted_number_is_no_text(tmp_path):
+    with pytest.raises(ValueError, match=r"^sec\.name must be a text, got 2024"):
+        build_section(Section, load(tmp_path, "sec: {size: 3, name: 2024}").sec, "sec")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("sec:\n  size: 3\n  rate: fast\n", 3),
+        ("sec:\n  rate: 1\n  size: 0\n", 3),
+        ("sec:\n  size: 3\n  ratee: 1\n", 3),
+        ("sec:\n  size: 3\n  inner:\n    depth: x\n", 4),
+        ("sec:\n  size: 3\n  inner:\n    dept: 1\n", 4),
+        ("sec:\n  size: 3\n  names:\n    - a\n    - {b: 1}\n", 3),
+        ("sec:\n  size: 3\n  tp_size: 2\n", 3),
+    ],
+)
+def test_an_error_notes_the_line_of_the_recipe(text, line, tmp_path):
+    with pytest.raises(ValueError, match="sec") as caught:
+        build_section(Section, load(tmp_path, text).sec, "sec")
+    assert caught.value.__notes__ == [f"in {tmp_path / 'recipe.yaml'}:{line}"]
+
+
+@pytest.mark.parametrize(
+    ("key", "secret"),
+    [("rate", "swordfish"), ("size", "-74189"), ("flag", "74189"), ("tp_size", "74189"), ("style", "74189.5")],
+)
+def test_a_value_of_the_environment_is_never_in_an_error(key, secret, tmp_path, monkeypatch):
+    monkeypatch.setenv("AM_SECRET", secret)
+    config = load(tmp_path, f"sec:\n  {key}: ${{AM_SECRET}}\n" + ("" if key == "size" else "  size: 3\n"))
+    with pytest.raises(ValueError, match="AM_SECRET") as caught:
+        build_section(Section, config.sec, "sec")
+    assert secret not in "".join(traceback.format_exception(caught.value))
+
+
 def takes_two(first, *, second=2):
     return first, second
 
@@ -182,6 +263,7 @@ def test_arguments_that_fit(checked):
     checked({"_target_": "two"}, provided=("first",))
     checked({"_target_": "two", "first": {"_target_": "any", "first": 1, "more": 2}})
     checked({"_target_": "partial", "first": 1})
+    checked({"_target_": "any", "first": 1, "collate_fn": {"_target_": "two", "first": 3}})
 
 
 @pytest.mark.parametrize(
@@ -198,6 +280,10 @@ def test_arguments_that_fit(checked):
         ({"_target_": "any", "first": {"deep": {"_target_": "two"}}}, "model.first.deep.first is required"),
         ({"_target_": "partial", "frist": 1}, "unknown key model.frist (did you mean 'first'?)"),
         ({"first": 1}, "model needs a _target_"),
+        (
+            {"_target_": "any", "first": 1, "collate_fn": {"_target_": "two", "second": 3}},
+            "model.collate_fn: a function with some of its arguments is not available yet",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(checked, raw, message):
@@ -213,7 +299,7 @@ def test_a_target_without_a_signature_is_not_checked():
 def test_a_target_that_names_nothing_is_found(target):
     with pytest.raises(ImportError) as caught:
         check_arguments(ConfigNode({"_target_": target}, path="model"))
-    assert "while resolving model._target_" in caught.value.__notes__
+    assert any(text.startswith("while resolving model._target_") for text in caught.value.__notes__)
 
 
 def test_the_refusal_names_path_value_and_expectation():

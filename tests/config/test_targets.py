@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from automodel.config import targets
+from automodel.config import reference_names, targets
 from automodel.config.targets import (
     InvalidFileTargetError,
     load_module_from_file,
@@ -205,7 +205,9 @@ def test_the_model_classes_of_the_reference_system_are_ours():
         "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy",
         "nemo_automodel.components.datasets.llm.hellaswag.HellaSwag",
         "nemo_automodel.components._peft.lora.PeftConfig",
-        "nemo_automodel.components.models.common.BackendConfig",
+        "nemo_automodel.components.training.rng.Statefull",
+        "nemo_automodel._diffusers.auto_pipeline.Pipeline",
+        "nemo_automodel.recipes.vlm.finetune.FinetuneRecipeForVLM",
         "nemo_automodel.NoSuchThing",
     ],
 )
@@ -237,3 +239,61 @@ def test_our_loader_stands_in_for_torchdatas(caplog):
         resolved = resolve_target("torchdata.stateful_dataloader.StatefulDataLoader")
     assert resolved is StatefulDataLoader
     assert "torchdata.stateful_dataloader.StatefulDataLoader" in caplog.text
+
+
+def test_a_file_is_loaded_once_however_it_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "counting.py"
+    file.write_text(
+        "from pathlib import Path\n"
+        "marks = Path(__file__).with_name('marks')\n"
+        "marks.write_text(marks.read_text() + 'x' if marks.exists() else 'x')\n"
+        "class Made:\n    @classmethod\n    def make(cls):\n        return cls()\n"
+        "def make():\n    return Made()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.py").symlink_to(file)
+    made = resolve_target(f"{file}:Made")
+    for name in ("counting.py:Made", "./counting.py:Made", "link.py:Made"):
+        assert resolve_target(name) is made
+    assert isinstance(resolve_target("counting.py:make")(), made)
+    assert isinstance(resolve_target("counting.py:Made.make")(), made)
+    assert load_module_from_file("counting.py") is load_module_from_file(file)
+    assert (tmp_path / "marks").read_text() == "x"
+
+
+def test_a_file_that_failed_is_tried_again(user_file):
+    good = user_file.read_text()
+    user_file.write_text("raise KeyError('inside')\n")
+    with pytest.raises(KeyError):
+        resolve_target(f"{user_file}:double")
+    user_file.write_text(good)
+    assert resolve_target(f"{user_file}:double")(4) == 8
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("collections.OrderedDcit", "(did you mean 'OrderedDict'?)"),
+        ("nemo_automodel.components.training.rng.StatefullRNG", "(did you mean 'StatefulRNG'?)"),
+        ("{file}:duoble", "(did you mean 'double'?)"),
+    ],
+)
+def test_the_nearest_name_is_told(user_file, target, hint):
+    with pytest.raises((ImportError, ValueError)) as caught:
+        resolve_target(target.format(file=user_file))
+    assert str(caught.value).endswith(hint)
+
+
+def test_a_translated_target_whose_own_import_fails_keeps_its_error(tmp_path, monkeypatch):
+    """Ours is there, but something that it needs is not."""
+    monkeypatch.setitem(reference_names._TRANSLATIONS, "nemo_automodel.components.zzz", "am_ours")
+    (tmp_path / "am_ours").mkdir()
+    (tmp_path / "am_ours" / "needs.py").write_text("import am_absent_dependency\n")
+    (tmp_path / "am_ours" / "broken.py").write_text("raise RuntimeError('at import')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'am_absent_dependency'$"):
+        resolve_target("nemo_automodel.components.zzz.needs.thing")
+    with pytest.raises(RuntimeError, match="at import"):
+        resolve_target("nemo_automodel.components.zzz.broken.thing")
+    with pytest.raises(ImportError, match="is not available yet"):
+        resolve_target("nemo_automodel.components.zzz.absent.thing")

@@ -1,15 +1,17 @@
 """build_sections: every section that users know is built, refused or passed over, and a misspelt one is named."""
 
 import logging
+import traceback
 
 import pytest
 
-from automodel.config.loader import ConfigNode
+from automodel.config.loader import ConfigNode, load_yaml_config
+from automodel.config.overrides import apply_overrides, parse_overrides
 from automodel.config.sections import NotAvailableYetError
 from automodel.data.collate import default_collater
 from automodel.data.loader import StatefulDataLoader
 from automodel.recipes.llm import TrainFinetuneRecipeForNextTokenPrediction
-from automodel.recipes.sections import build_sections
+from automodel.recipes.sections import build_sections, check_sections
 from automodel.training.loss import MaskedCrossEntropy
 
 NEEDED = {
@@ -171,6 +173,92 @@ def test_a_target_that_does_not_exist_is_an_import_error_that_says_where():
     with pytest.raises(ImportError) as error:
         build(loss_fn={"_target_": "automodel.training.loss.MaskedCrossEntropi"})
     assert any("loss_fn._target_" in note for note in error.value.__notes__)
+
+
+def test_one_error_tells_every_mistake(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "model: {_target_: torch.nn.Linear, in_features: 2, out_feature: 2}\n"
+        "dataset: 5\n"
+        "optimizer: {_target_: torch.optim.AdamX}\n"
+        "peft: {dim: 8}\n"
+        "rng: {sed: 1}\n"
+    )
+    with pytest.raises(NotAvailableYetError, match="'peft' is not available yet") as caught:
+        build_sections(load_yaml_config(file))
+    place, *others = caught.value.__notes__
+    assert place == f"in {file}:4"
+    no_attribute = "torch.optim has no attribute 'AdamX' (did you mean 'Adam'?)"
+    assert [other.splitlines()[0] for other in others] == [
+        "also: unknown key rng.sed (did you mean 'seed'?)",
+        "also: unknown key model.out_feature (did you mean 'out_features'?): Linear does not accept it",
+        "also: dataset must be a mapping with a _target_, got 5",
+        f"also: target 'torch.optim.AdamX' cannot be resolved: {no_attribute}",
+    ]
+    assert [f"{file}:{line}" in other for line, other in zip((5, 1, 2, 3), others, strict=True)] == [True] * 4
+
+
+def test_the_first_error_keeps_its_class():
+    with pytest.raises(TypeError, match="dataset must be a mapping"):
+        build(dataset=5, loss_fn={"_target_": "am_absent.loss"})
+    with pytest.raises(ImportError, match="am_absent"):
+        build(loss_fn={"_target_": "am_absent.loss"}, deterministic="x")
+
+
+@pytest.mark.parametrize(
+    ("sections", "name"),
+    [
+        ({"step_scheduler": {"global_batch_size": "${AM_SECRET}"}}, "AM_SECRET"),
+        ({"checkpoint": {"is_async": "${AM_SECRET}"}}, "AM_SECRET"),
+        ({"rng": {"seed": "${AM_SECRET}"}}, "AM_SECRET"),
+        ({"seed": "${AM_SECRET}"}, "AM_SECRET"),
+        ({"seed": "${AM_SECRET}", "rng": {"seed": 5}}, "AM_SECRET"),
+        ({"deterministic": "${AM_SECRET}"}, "AM_SECRET"),
+        ({"dataset": "${AM_SECRET}"}, "AM_SECRET"),
+        ({"dataset": ["${AM_SECRET}"]}, "a list of 1"),
+        ({"rng": "${AM_SECRET}"}, "AM_SECRET"),
+        ({"recipe": "${AM_SECRET}"}, "AM_SECRET"),
+    ],
+)
+@pytest.mark.parametrize("secret", ["-74189", "sword-fish", "74189.5"])
+def test_a_value_of_the_environment_is_never_in_an_error(sections, name, secret, monkeypatch):
+    monkeypatch.setenv("AM_SECRET", secret)
+    with pytest.raises((ValueError, TypeError, ImportError), match=name) as caught:
+        build(**sections)
+    assert secret not in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_override_of_an_unknown_key_is_named_as_one():
+    config = ConfigNode(NEEDED)
+    apply_overrides(config, parse_overrides(["--optimizer.lrr=1"]))
+    with pytest.raises(ValueError, match=r"unknown key optimizer\.lrr \(did you mean 'lr'\?\)") as caught:
+        build_sections(config)
+    assert caught.value.__notes__ == ["in a command-line override"]
+
+
+@pytest.mark.parametrize(
+    ("section", "target"),
+    [
+        ("rng", "nemo_automodel.components.training.rng.StatefulRNG"),
+        ("step_scheduler", "nemo_automodel.components.training.step_scheduler.StepScheduler"),
+        ("checkpoint", "nemo_automodel.components.checkpoint.checkpointing.CheckpointingConfig"),
+        ("lr_scheduler", "nemo_automodel.components.optim.scheduler.OptimizerParamScheduler"),
+    ],
+)
+def test_a_section_with_a_schema_may_name_its_own_class_and_no_other(section, target):
+    build(**{section: {"_target_": target}})
+    with pytest.raises(NotAvailableYetError, match=rf"{section}\._target_: 'my\.own\.Class' is not available yet"):
+        build(**{section: {"_target_": "my.own.Class"}})
+
+
+def test_sections_are_checked_without_the_targets_that_are_not_named():
+    config = ConfigNode({"model": {"_target_": "am_absent.model"}, "optimizer": {"_target_": "torch.optim.SGD"}})
+    check_sections(config)
+    check_sections(config, targets=["optimizer", "dataset"])
+    with pytest.raises(ImportError, match="am_absent"):
+        check_sections(config, targets=["model"])
+    with pytest.raises(ValueError, match="unknown section 'modle'"):
+        check_sections(ConfigNode({"modle": {}}))
 
 
 def test_metadata_and_anchors_are_passed_over_in_one_line(caplog):

@@ -1,0 +1,88 @@
+"""What the mappings and lists of a recipe have in common, and finding a value in them by its dotted path."""
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from automodel.config.origins import Source
+from automodel.config.redact import Secrecy, key_secrecy
+from automodel.config.scalars import translate_value
+
+__all__ = ["ABSENT", "Container", "find", "find_key", "secrecy_below"]
+
+ABSENT: Any = object()
+"""Stands for no value at all, where None is one."""
+
+
+class Container:
+    """A mapping or list of a recipe, which knows what the recipe says for each of its values."""
+
+    def entries(self) -> Iterator[tuple[Any, Any, Source]]:
+        """Each key or position with its value, unresolved targets as they stand, and what the recipe says there."""
+        raise NotImplementedError
+
+    def values_by_key(self) -> Mapping[Any, Any]:
+        """The values of a mapping; a target that was not resolved yet is given as it stands."""
+        raise NotImplementedError
+
+    def place_of(self, key: Any) -> str:
+        """The dotted path of a key or position in the recipe."""
+        raise NotImplementedError
+
+
+def find_key(container: object, part: Any) -> Any:
+    """The key or position of `container` that one part of a dotted path means, or ABSENT.
+
+    A key that is no string is found by the text that spells it, such as `5` or `true`.
+    """
+    match container:
+        case list() | tuple():
+            if isinstance(part, str) and part.isdecimal() and int(part) < len(container):
+                return int(part)
+            return part if type(part) is int and 0 <= part < len(container) else ABSENT
+        case Container() | Mapping():
+            keys: Mapping[Any, Any] = container.values_by_key() if isinstance(container, Container) else container
+            if not isinstance(part, Hashable):
+                return ABSENT
+            if part in keys:
+                return part
+            if not isinstance(part, str):
+                return ABSENT
+            typed = translate_value(part)
+            return next((k for k in keys if not isinstance(k, str) and _is_spelt(k, part, typed)), ABSENT)
+        case _:
+            return ABSENT
+
+
+def find(container: object, path: Any) -> tuple[Any, Any] | None:
+    """The innermost container and the key in it that a dotted path ends at, or None.
+
+    A key that holds dots itself is found where it stands.
+    """
+    key = find_key(container, path)
+    if key is not ABSENT:
+        return container, key
+    if not isinstance(path, str):
+        return None
+    head, dot, rest = path.partition(".")
+    while dot:
+        key = find_key(container, head)
+        found = find(_raw(container, key), rest) if key is not ABSENT else None
+        if found is not None:
+            return found
+        more, dot, rest = rest.partition(".")
+        head = f"{head}.{more}"
+    return None
+
+
+def secrecy_below(secrecy: Secrecy, key: object) -> Secrecy:
+    """What is hidden at a key of a mapping whose own key hides `secrecy`; the name of a callable is no secret."""
+    return Secrecy.NONE if key == "_target_" else max(secrecy, key_secrecy(key))
+
+
+def _is_spelt(key: object, part: str, typed: object) -> bool:
+    return str(key) == part or (type(key) is type(typed) and key == typed)
+
+
+def _raw(container: Any, key: Any) -> Any:
+    is_node = isinstance(container, Container) and not isinstance(container, list)
+    return container.values_by_key()[key] if is_node else container[key]
