@@ -30,7 +30,7 @@ def test_loading_a_shipped_recipe_imports_nothing_heavy():
         "from automodel.config.loader import load_yaml_config\n"
         "from automodel.recipes.catalogue import find_recipe\n"
         "config = load_yaml_config(find_recipe('hybrid_tiny'))\n"
-        "assert config.model.config.hidden_size == 256\n"
+        "assert config.model.config.vocab_size == 4096\n"
         "str(config), config.to_dict()\n"
         "print(*sorted({'torch', 'transformers', 'numpy', 'triton'}.intersection(sys.modules)))\n"
     )

@@ -126,8 +126,19 @@ def test_split_is_by_file_disjoint_complete_and_large_enough():
     assert sorted(training + held_out) == list(range(40))
     assert training == sorted(training)
     held_tokens = sum(counts[i] for i in held_out)
-    last_taken = max(held_out, key=hash_order(files).index)
+    # Files of more than 20 tokens come last.
+    order = sorted(hash_order(files), key=lambda index: counts[index] > 20)
+    last_taken = max(held_out, key=order.index)
     assert held_tokens >= 200 > held_tokens - counts[last_taken]
+
+
+def test_split_takes_a_large_file_only_when_the_small_ones_do_not_suffice():
+    files = [CorpusFile(name=f"f{i}", path=Path(f"/x/f{i}")) for i in range(30)]
+    counts = [1_000 if i % 3 == 0 else 10 for i in range(30)]
+    _, held_out = split_files(files, token_counts=counts, validation_tokens=150)
+    assert [counts[i] for i in held_out] == [10] * 15
+    _, held_out = split_files(files, token_counts=counts, validation_tokens=300)
+    assert sorted(counts[i] for i in held_out) == [10] * 20 + [1_000]
 
 
 def test_split_is_the_same_whatever_order_the_files_come_in():
