@@ -70,6 +70,7 @@ class TargetSection:
         targets: The targets that are shipped, and a line on each; any other callable may be named as well.
         provided: Arguments that the recipe passes to the target itself.
         required: Whether a recipe needs the section.
+        default_target: What a section without a `_target_` calls; None: it needs one.
     """
 
     name: str
@@ -77,6 +78,7 @@ class TargetSection:
     targets: Mapping[str, str]
     provided: tuple[str, ...] = ()
     required: bool = False
+    default_target: str | None = None
 
 
 _SETTINGS = (
@@ -132,6 +134,7 @@ _TARGETS = (
         help="how training samples become batches; left out, a shuffling loader with the defaults",
         targets=_LOADERS,
         provided=("dataset", "batch_size"),
+        default_target="automodel.data.loader.StatefulDataLoader",
     ),
     TargetSection(
         name="validation_dataset",
@@ -144,6 +147,7 @@ _TARGETS = (
         help="how validation samples become batches",
         targets=_LOADERS,
         provided=("dataset", "batch_size"),
+        default_target="automodel.data.loader.StatefulDataLoader",
     ),
     TargetSection(
         name="loss_fn",

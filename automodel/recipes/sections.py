@@ -218,6 +218,8 @@ def _checked_target(config: ConfigNode, section: TargetSection, *, needed: bool)
         raise NotAvailableYetError(f"{name}: a list of {len(node)} is not available yet; give one mapping")
     if not isinstance(node, ConfigNode):
         raise TypeError(f"{name} must be a mapping with a _target_, got {config.shown(name)}")
+    if "_target_" not in node and section.default_target is not None:
+        node["_target_"] = section.default_target
     if "_target_" not in node:
         raise ValueError(f"{name} needs a _target_, such as {', '.join(section.targets)}")
     node.resolve_targets()

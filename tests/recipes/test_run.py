@@ -228,6 +228,12 @@ def test_secrets_never_reach_the_run_folder(recipe, tmp_path, monkeypatch):
     assert saved["ci"]["api_key"] == "${PRIVATE_CORPUS_KEY}"
 
 
+def test_a_loader_needs_no_target(recipe, tmp_path):
+    command = ["run", recipe.write(), "--run-dir", str(tmp_path / "run"), "--step_scheduler.max_steps", "1"]
+    assert main([*command, "--dataloader.num_workers", "1", "--validation_dataloader.shuffle", "true"]) == 0
+    assert len(rows(tmp_path / "run")) == 1
+
+
 def test_a_vocabulary_that_is_too_small_is_refused(recipe, tmp_path, capsys):
     command = ["run", recipe.write(), "--run-dir", str(tmp_path / "run"), "--model.config.vocab_size", "100"]
     assert main(command) == 2
