@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from automodel.data.cached_files import DamagedFileError, cached_path, load_cached, publish
 from automodel.data.corpus import STDLIB, CorpusFile, corpus_digest, find_files, hash_order
+from automodel.models.commit import refuse_missing_folder
 
 __all__ = ["END_OF_TEXT", "DocumentEncoder", "FastTokenizer", "load_tokenizer", "train_byte_level_bpe"]
 
@@ -75,6 +76,7 @@ def load_tokenizer(pretrained_model_name_or_path: str | os.PathLike[str], **opti
     Raises:
         OSError: the repository, the folder or a file of it cannot be found.
     """
+    refuse_missing_folder(pretrained_model_name_or_path)
     return AutoTokenizer.from_pretrained(pretrained_model_name_or_path, **options)
 
 

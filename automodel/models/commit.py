@@ -14,7 +14,7 @@ from huggingface_hub import hf_hub_download
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-__all__ = ["carried_commit", "hub_options", "is_commit", "select_commit"]
+__all__ = ["carried_commit", "hub_options", "is_commit", "refuse_missing_folder", "select_commit"]
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -37,6 +37,17 @@ def carried_commit(config: PreTrainedConfig, name_or_path: str | PathLike[str]) 
     return commit
 
 
+def refuse_missing_folder(name_or_path: str | PathLike[str]) -> None:
+    """Check a name that can only be a path, since it begins with `.`, `/` or `~` or has more than one `/`.
+
+    Raises:
+        FileNotFoundError: nothing is there; the Hub would answer that the name is malformed.
+    """
+    name = str(name_or_path)
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).exists():
+        raise FileNotFoundError(f"there is no model folder {name!r} (looked for from {Path.cwd()})")
+
+
 def select_commit(
     name_or_path: str | PathLike[str], *, filename: str = "config.json", hub_options: Mapping[str, Any]
 ) -> str | None:
@@ -52,12 +63,13 @@ def select_commit(
         The full commit hash; None for a local path and for a repository without that file.
 
     Raises:
-        OSError: the repository or the revision cannot be found, online or in the cache.
+        OSError: the repository or the revision cannot be found, online or in the cache; or there is no such folder.
     """
     name = str(name_or_path)
     subfolder = hub_options.get("subfolder") or ""
     if Path(name).exists() or (Path(subfolder) / name).is_file():
         return None
+    refuse_missing_folder(name)
     options = {key: value for key, value in hub_options.items() if key != "force_download"}
     try:
         return _ask(name, filename, **{**options, "subfolder": subfolder or None})

@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import automodel.models.resolution
+from automodel.data.tokenizer import load_tokenizer
 from automodel.models.auto import NeMoAutoConfig, NeMoAutoModelForCausalLM, build_on_meta, quiet_kernel_fallbacks
 
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -381,3 +382,12 @@ class TestKernelFallbacks:
     def forward(self):
         model = NeMoAutoModelForCausalLM.from_config(NEMOTRON_H)
         model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c"])
+@pytest.mark.parametrize(
+    "load", [NeMoAutoConfig.from_pretrained, NeMoAutoModelForCausalLM.from_pretrained, load_tokenizer]
+)
+def test_a_missing_folder_is_named_as_one(load, name):
+    with pytest.raises(FileNotFoundError, match=f"there is no model folder '{name}'"):
+        load(name)
