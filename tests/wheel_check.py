@@ -36,6 +36,7 @@ print(folder)
 def run(*command: str | Path, folder: Path, shows: str = "") -> str:
     """What a command prints; raises SystemExit when it fails, or does not print `shows`."""
     environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
+    environment["AUTOMODEL_CACHE"] = str(folder.parent / "cache")
     done = subprocess.run(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
     )
