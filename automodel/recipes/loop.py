@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from automodel.checkpoint.directories import find_latest_checkpoint
-from automodel.checkpoint.store import Checkpointer, RunState
+from automodel.checkpoint.store import Checkpointer, CheckpointSaveError, RunState
 from automodel.models.auto import quiet_kernel_fallbacks
 from automodel.models.generation import complete
 from automodel.models.inspection import summarize_parameters
@@ -109,8 +109,12 @@ class TrainingLoop:
                 stack.callback(gc.enable)
             try:
                 self._run_steps()
+            except (NonFiniteLossError, CheckpointSaveError) as error:
+                self._outcome.status = f"failed: {error}"
+                raise
             except BaseException as error:
-                self._outcome.status = f"failed: {error or type(error).__name__}"
+                # The text of a foreign error may hold values of the recipe that must not be saved.
+                self._outcome.status = f"failed: {type(error).__name__}"
                 raise
             finally:
                 self._report()

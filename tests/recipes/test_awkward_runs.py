@@ -187,6 +187,15 @@ def test_a_second_interrupt_stops_at_once(recipe, tmp_path, capsys):
     assert steps(tmp_path / "run") == [0]
 
 
+def test_the_text_of_a_foreign_error_stays_out_of_the_report(recipe, tmp_path):
+    recipe["loss_fn"] = {"_target_": write_loss(tmp_path, "raise RuntimeError('sentinel-' + 'text')")}
+    with pytest.raises(RuntimeError, match="sentinel-text"):
+        main(["run", recipe.write(), "--run-dir", str(tmp_path / "run"), *QUIET])
+    report = (tmp_path / "run/report.html").read_text()
+    assert "failed: RuntimeError" in report
+    assert "sentinel-text" not in report
+
+
 def test_settings_of_the_process_hold_in_the_loop(recipe, tmp_path):
     checks = "assert torch.are_deterministic_algorithms_enabled() and not gc.isenabled()"
     recipe["loss_fn"] = {"_target_": write_loss(tmp_path, checks)}
