@@ -1,13 +1,14 @@
 """What the mappings and lists of a recipe have in common, and finding a value in them by its dotted path."""
 
 from collections.abc import Hashable, Iterator, Mapping
+from types import TracebackType
 from typing import Any
 
 from automodel.config.origins import Source
 from automodel.config.redact import Secrecy, key_secrecy
 from automodel.config.scalars import translate_value
 
-__all__ = ["ABSENT", "Container", "find", "find_key", "secrecy_below"]
+__all__ = ["ABSENT", "Container", "Hiding", "find", "find_key", "secrecy_below"]
 
 ABSENT: Any = object()
 """Stands for no value at all, where None is one."""
@@ -27,6 +28,36 @@ class Container:
     def place_of(self, key: Any) -> str:
         """The dotted path of a key or position in the recipe."""
         raise NotImplementedError
+
+
+class Hiding:
+    """A context that keeps the secrets of the containers among `values` out of the errors that leave it."""
+
+    def __init__(self, *values: Any) -> None:
+        self._containers = [value for value in values if isinstance(value, Container)]
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Rewrite the error in place, or raise what stands for it."""
+        if error is None:
+            return
+        from automodel.config.hiding import HiddenValues, hide_values  # Only errors need it.
+
+        hidden = HiddenValues()
+        for container in self._containers:
+            hide_values(hidden, container)
+        safe = hidden.hide_in(error)
+        if safe is error:
+            return
+        context, suppressed = safe.__context__, safe.__suppress_context__
+        try:
+            raise safe
+        finally:
+            # Raising linked it to the error that it stands for.
+            object.__setattr__(safe, "__context__", context)
+            object.__setattr__(safe, "__suppress_context__", suppressed)
 
 
 def find_key(container: object, part: Any) -> Any:

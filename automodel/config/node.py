@@ -3,15 +3,14 @@
 import copy
 import re
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
 import yaml
 
-from automodel.config.containers import ABSENT, Container, find, find_key
+from automodel.config.containers import ABSENT, Container, Hiding, find, find_key
 from automodel.config.env import expand, has_placeholder
 from automodel.config.names import did_you_mean
-from automodel.config.notes import note
+from automodel.config.notes import Note, note
 from automodel.config.origins import IN_CODE, Origin, Source, in_file
 from automodel.config.printing import Spelling, name_callable, printable, resolved, show
 from automodel.config.redact import Secrecy, key_secrecy
@@ -213,26 +212,13 @@ class ConfigNode(Container):
         """The value at a key as a message may print it: its placeholder, `<redacted>`, or its repr."""
         return show(self._values[key], self._sources[key], key_secrecy(key))
 
-    @contextmanager
-    def hiding_values(self, *others: Any) -> Iterator[None]:
+    def hiding_values(self, *others: Any) -> Hiding:
         """A context that keeps the secrets of this node and below, and of `others`, out of the errors that leave it.
 
         Values from the environment and under sensitive keys are replaced by their placeholders and by `<redacted>` in
         the texts of the error, its notes, causes and contexts, where they are long enough to be told from other text.
         """
-        try:
-            yield
-        except BaseException as error:
-            from automodel.config.hiding import HiddenValues, hide_values  # Only errors need it.
-
-            hidden = HiddenValues()
-            for container in (self, *others):
-                if isinstance(container, Container):
-                    hide_values(hidden, container)
-            safe = hidden.hide_in(error)
-            if safe is not error:
-                raise safe from None
-            raise
+        return Hiding(self, *others)
 
     def instantiate(self, *args: Any, **overrides: Any) -> Any:
         """Call the node's `_target_` with its other keys as keyword arguments, nested targets first.
@@ -273,7 +259,7 @@ class ConfigNode(Container):
         """
         return {key: _argument(self[key]) for key in self._values if key != "_target_" and key not in without}
 
-    def note_instantiation(self) -> AbstractContextManager[None]:
+    def note_instantiation(self) -> Note:
         """A context that adds this node's place and target to the errors of a call made on its behalf."""
         target = name_callable(self._values.get("_target_"), self._sources.get("_target_"))
         place = in_file(self._sources.get("_target_"))

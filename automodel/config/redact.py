@@ -4,10 +4,11 @@ import re
 from collections.abc import Callable
 from enum import IntEnum
 from itertools import pairwise
+from urllib.parse import unquote
 
 from automodel.config.env import has_placeholder, map_placeholders
 
-__all__ = ["REDACTED", "Secrecy", "is_sensitive_key", "key_secrecy", "redact_text", "redact_written"]
+__all__ = ["REDACTED", "Secrecy", "is_sensitive_key", "key_secrecy", "redact_text", "redact_written", "secret_parts"]
 
 REDACTED = "<redacted>"
 """What stands in place of a hidden value."""
@@ -76,6 +77,18 @@ def redact_text(value: str) -> str:
     (`host=db;password=pw`), authorization headers, well-known tokens, and URL users that look like tokens.
     """
     return _redact(value, _hide)
+
+
+def secret_parts(value: str) -> list[str]:
+    """The parts of a text that `redact_text` hides, each also as a URL decodes it."""
+    found: list[str] = []
+
+    def keep(secret: str) -> str:
+        found.extend((secret, unquote(secret)))
+        return secret
+
+    _redact(value, keep)
+    return list(dict.fromkeys(found))
 
 
 def redact_written(value: str, secrecy: Secrecy = Secrecy.NONE) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel.config.loader import ConfigNode, resolve_target
 from automodel.config.names import did_you_mean
+from automodel.config.notes import add_note
 from automodel.config.sections import NotAvailableYetError, add_place, build_section, check_arguments, refuse
 from automodel.recipes.planned_sections import PlannedSection
 from automodel.recipes.reference_keys import REFERENCE_KEYS, REFERENCE_TARGETS
@@ -137,7 +138,7 @@ class _Mistakes:
             return
         first, *others = self._found
         for other in others:
-            first.add_note("\n      ".join([f"also: {other}", *getattr(other, "__notes__", ())]))
+            add_note(first, "\n      ".join([f"also: {other}", *getattr(other, "__notes__", ())]))
         raise first
 
 
