@@ -175,7 +175,10 @@ class HiddenValues:
                 items = [self._hidden(item, seen=seen, path=path) for item in value]
                 return value if all(new is old for new, old in zip(items, value, strict=True)) else type(value)(items)
             case dict() if type(value) is dict:
-                pairs = [[self._hidden(one, seen=seen, path=path) for one in pair] for pair in value.items()]
+                pairs = [
+                    (self._hidden(key, seen=seen, path=path), self._hidden(item, seen=seen, path=path))
+                    for key, item in value.items()
+                ]
                 kept = all(k is key and v is item for (k, v), (key, item) in zip(pairs, value.items(), strict=True))
                 return value if kept else dict(pairs)
             case _:
