@@ -13,6 +13,8 @@ __all__ = ["ABSENT", "Container", "Hiding", "find", "find_key", "secrecy_below"]
 ABSENT: Any = object()
 """Stands for no value at all, where None is one."""
 
+_MAX_DIGITS = 1000
+
 
 class Container:
     """A mapping or list of a recipe, which knows what the recipe says for each of its values."""
@@ -67,7 +69,8 @@ def find_key(container: object, part: Any) -> Any:
     """
     match container:
         case list() | tuple():
-            if isinstance(part, str) and part.isdecimal() and int(part) < len(container):
+            # Python refuses to read numbers of thousands of digits, which no position has.
+            if isinstance(part, str) and part.isdecimal() and len(part) < _MAX_DIGITS and int(part) < len(container):
                 return int(part)
             return part if type(part) is int and 0 <= part < len(container) else ABSENT
         case Container() | Mapping():

@@ -467,7 +467,7 @@ def _new_key(container: Any, key: Any) -> Any:
     """A key to make in a mapping: a number where all keys there are numbers."""
     if not isinstance(container, ConfigNode) or key in container._values or not isinstance(key, str):
         return key
-    is_number = re.fullmatch(r"-?[0-9]+", key) is not None
+    is_number = re.fullmatch(r"-?[0-9]{1,1000}", key) is not None
     if is_number and len(container) and all(type(name) is int for name in container):
         return int(key)
     return key
