@@ -113,7 +113,7 @@ class HiddenValues:
                         object.__setattr__(error, name, hidden)
         safe = self._safe_group(error, seen=seen) if isinstance(error, BaseExceptionGroup) else error
         texts = _text(error, str), _text(error, repr)
-        if safe is error and any(self.hide(text) != text for text in texts):
+        if safe is error and any(text is None or self.hide(text) != text for text in texts):
             safe = self._stand_in(error, seen=seen)
         seen[id(error)] = error, safe
         cause, context, suppressed = error.__cause__, error.__context__, error.__suppress_context__
@@ -139,7 +139,7 @@ class HiddenValues:
             seen: The errors that were rewritten so far.
         """
         cls = type(error)
-        text = self.hide(_text(error, str))
+        text = self.hide(_text(error, str) or f"a {cls.__name__} that has no text")
         members = {
             "__str__": lambda _: text,
             "__repr__": lambda _: f"{cls.__name__}({text!r})",
@@ -183,7 +183,7 @@ class HiddenValues:
                 return value if kept else dict(pairs)
             case _:
                 text = _text(value, repr)
-                hidden = self.hide(text)
+                hidden = None if text is None else self.hide(text)
                 return value if hidden == text else hidden
 
     def _replacement(self, match: re.Match[str]) -> str:
@@ -252,9 +252,8 @@ def _number_spellings(value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def _text(value: object, spell: Callable[[object], str]) -> str:
-    """The str or repr of a value; empty for one that has none, which then shows nothing either."""
-    text = ""
+def _text(value: object, spell: Callable[[object], str]) -> str | None:
+    """The str or repr of a value; None for one that fails to give any, which may fail with a secret."""
     with suppress(Exception):
-        text = spell(value)
-    return text
+        return spell(value)
+    return None

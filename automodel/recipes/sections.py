@@ -14,6 +14,7 @@ from automodel.config.loader import ConfigNode, resolve_target
 from automodel.config.names import did_you_mean
 from automodel.config.notes import add_note
 from automodel.config.origins import Origin
+from automodel.config.printing import resolved
 from automodel.config.sections import NotAvailableYetError, add_place, build_section, check_arguments, refuse
 from automodel.recipes.planned_sections import PlannedSection
 from automodel.recipes.reference_keys import REFERENCE_KEYS, REFERENCE_TARGETS
@@ -179,7 +180,7 @@ def _check_names(config: ConfigNode, mistakes: _Mistakes) -> None:
 
 def _plain(config: ConfigNode, name: str) -> Any:
     """A section's plain value; its targets are names, and are not imported."""
-    return config.to_dict()[name]
+    return resolved(config.values_by_key()[name])
 
 
 def _settings_node(config: ConfigNode, name: str) -> Any:

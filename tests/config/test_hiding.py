@@ -1,7 +1,6 @@
 import subprocess
 import sys
 import traceback
-from contextlib import suppress
 
 import pytest
 import yaml
@@ -50,7 +49,7 @@ class Frozen(Exception):
 
 class BadStr(Exception):
     def __str__(self):
-        raise RuntimeError("no text")
+        raise RuntimeError(f"no text for {self.args}")
     __repr__ = __str__
 
 class WithCode(Exception):
@@ -187,9 +186,7 @@ def text_of(error):
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        for spell in (str, repr, lambda error: "\n".join(traceback.format_exception(error))):
-            with suppress(RuntimeError):
-                texts.append(spell(one))
+        texts += [str(one), repr(one), *traceback.format_exception(one)]
         waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
     return "\n".join(texts)
 
@@ -257,6 +254,7 @@ def test_every_error_of_a_chain_keeps_its_class_and_its_place_in_it(monkeypatch,
     assert str(other) == "5"
     assert [type(member).__name__ for member in inner.exceptions] == ["CannotChange"]
     assert str(caught("group message")) == "bad value ${AM_SECRET} (1 sub-exception)"
+    assert str(caught("bad str")) == "a BadStr that has no text"
     for kind, name in [("frozen", "Frozen"), ("needs arguments", "NeedsArguments"), ("bad str", "BadStr")]:
         error = caught(kind)
         assert type(error).__name__ == name
