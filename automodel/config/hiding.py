@@ -118,8 +118,8 @@ class HiddenValues:
         seen[id(error)] = error, safe
         cause, context, suppressed = error.__cause__, error.__context__, error.__suppress_context__
         with suppress(Exception):
-            object.__setattr__(safe, "__cause__", cause and self._safe(cause, seen=seen))
-            object.__setattr__(safe, "__context__", context and self._safe(context, seen=seen))
+            object.__setattr__(safe, "__cause__", None if cause is None else self._safe(cause, seen=seen))
+            object.__setattr__(safe, "__context__", None if context is None else self._safe(context, seen=seen))
             object.__setattr__(safe, "__suppress_context__", suppressed)
         return safe
 
@@ -182,9 +182,9 @@ class HiddenValues:
                 kept = all(k is key and v is item for (k, v), (key, item) in zip(pairs, value.items(), strict=True))
                 return value if kept else dict(pairs)
             case _:
-                text = _text(value, repr)
-                hidden = None if text is None else self.hide(text)
-                return value if hidden == text else hidden
+                spelt = _text(value, repr)
+                shown = None if spelt is None else self.hide(spelt)
+                return value if shown == spelt else shown
 
     def _replacement(self, match: re.Match[str]) -> str:
         found = match[0]
