@@ -95,10 +95,19 @@ class HiddenValues:
         """
         if not self._shown and not self._places:
             return error
-        return self._safe(error, seen={})
+        seen: _Seen = {}
+        safe = self._safe(error, seen=seen)
+        # Linking meets further errors: a loop, since a chain may be longer than recursion goes.
+        linked = 0
+        while linked < len(seen):
+            pairs = list(seen.values())[linked:]
+            linked += len(pairs)
+            for original, replacement in pairs:
+                self._link(original, replacement, seen=seen)
+        return safe
 
     def _safe(self, error: BaseException, *, seen: _Seen) -> BaseException:
-        """The error or its stand-in, its texts and all errors that are linked to it rewritten."""
+        """The error or its stand-in, its own texts, the errors in it and the members of a group rewritten."""
         if id(error) in seen:
             return seen[id(error)][1]
         seen[id(error)] = error, error
@@ -116,12 +125,15 @@ class HiddenValues:
         if safe is error and any(text is None or self.hide(text) != text for text in texts):
             safe = self._stand_in(error, seen=seen)
         seen[id(error)] = error, safe
+        return safe
+
+    def _link(self, error: BaseException, safe: BaseException, *, seen: _Seen) -> None:
+        """Give an error or its stand-in the cause and the context of the error, both rewritten."""
         cause, context, suppressed = error.__cause__, error.__context__, error.__suppress_context__
         with suppress(Exception):
             object.__setattr__(safe, "__cause__", None if cause is None else self._safe(cause, seen=seen))
             object.__setattr__(safe, "__context__", None if context is None else self._safe(context, seen=seen))
             object.__setattr__(safe, "__suppress_context__", suppressed)
-        return safe
 
     def _safe_group(self, group: BaseExceptionGroup[Any], *, seen: _Seen) -> BaseException:
         """The group itself, or one of its class where its message or one of its members had to be replaced."""

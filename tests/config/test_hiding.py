@@ -115,6 +115,12 @@ def fail(kind, **values):
         one, two = CannotChange(text), CannotChange(text)
         one.__cause__, two.__cause__ = two, one
         raise one
+    if kind == "long chain":
+        first = error = ValueError("first")
+        for index in range(1500):
+            error.__cause__ = (CannotChange if index % 2 else ValueError)(text)
+            error = error.__cause__
+        raise first
     if kind == "argument in itself":
         holder = [text]
         holder.append(holder)
@@ -404,3 +410,14 @@ def test_parts_of_the_name_of_a_recipe_class_are_hidden(monkeypatch):
     config = ConfigNode({"recipe": "${AM_SECRET}"})
     with pytest.raises(ImportError, match=r"^no module named \$\{AM_SECRET\}$"), config.hiding_values():
         raise ImportError("no module named s3ntinel_package")
+
+
+def test_a_chain_of_any_length_is_hidden(monkeypatch, fail):
+    monkeypatch.setenv("AM_SECRET", SECRET)
+    with pytest.raises(ValueError, match="first") as caught:
+        ConfigNode({"_target_": fail, "kind": "long chain", "value": "${AM_SECRET}"}).instantiate()
+    error, texts = caught.value, []
+    while error.__cause__ is not None:
+        error = error.__cause__
+        texts.append(str(error))
+    assert texts == ["bad value ${AM_SECRET}", "cannot change bad value ${AM_SECRET}"] * 750
