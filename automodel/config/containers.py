@@ -1,16 +1,19 @@
 """What the mappings and lists of a recipe have in common, and finding a value in them by its dotted path."""
 
 from collections.abc import Hashable, Iterator, Mapping
+from types import TracebackType
 from typing import Any
 
 from automodel.config.origins import Source
 from automodel.config.redact import Secrecy, key_secrecy
 from automodel.config.scalars import translate_value
 
-__all__ = ["ABSENT", "Container", "find", "find_key", "secrecy_below"]
+__all__ = ["ABSENT", "Container", "Hiding", "find", "find_key", "secrecy_below"]
 
 ABSENT: Any = object()
 """Stands for no value at all, where None is one."""
+
+_MAX_DIGITS = 1000
 
 
 class Container:
@@ -29,6 +32,36 @@ class Container:
         raise NotImplementedError
 
 
+class Hiding:
+    """A context that keeps the secrets of the containers among `values` out of the errors that leave it."""
+
+    def __init__(self, *values: Any) -> None:
+        self._containers = [value for value in values if isinstance(value, Container)]
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Rewrite the error in place, or raise what stands for it."""
+        if error is None:
+            return
+        from automodel.config.hiding import HiddenValues, hide_values  # Only errors need it.
+
+        hidden = HiddenValues()
+        for container in self._containers:
+            hide_values(hidden, container)
+        safe = hidden.hide_in(error)
+        if safe is error:
+            return
+        context, suppressed = safe.__context__, safe.__suppress_context__
+        try:
+            raise safe
+        finally:
+            # Raising linked it to the error that it stands for.
+            object.__setattr__(safe, "__context__", context)
+            object.__setattr__(safe, "__suppress_context__", suppressed)
+
+
 def find_key(container: object, part: Any) -> Any:
     """The key or position of `container` that one part of a dotted path means, or ABSENT.
 
@@ -36,7 +69,8 @@ def find_key(container: object, part: Any) -> Any:
     """
     match container:
         case list() | tuple():
-            if isinstance(part, str) and part.isdecimal() and int(part) < len(container):
+            # Python refuses to read numbers of thousands of digits, which no position has.
+            if isinstance(part, str) and part.isdecimal() and len(part) < _MAX_DIGITS and int(part) < len(container):
                 return int(part)
             return part if type(part) is int and 0 <= part < len(container) else ABSENT
         case Container() | Mapping():

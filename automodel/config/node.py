@@ -3,16 +3,15 @@
 import copy
 import re
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Self
+from typing import Any
 
 import yaml
 
-from automodel.config.containers import ABSENT, Container, find, find_key
+from automodel.config.containers import ABSENT, Container, Hiding, find, find_key
 from automodel.config.env import expand, has_placeholder
 from automodel.config.names import did_you_mean
-from automodel.config.notes import note
-from automodel.config.origins import IN_CODE, Origin, Source, in_file
+from automodel.config.notes import Note, note
+from automodel.config.origins import IN_CODE, EnvironmentString, Origin, Source, in_file
 from automodel.config.printing import Spelling, name_callable, printable, resolved, show
 from automodel.config.redact import Secrecy, key_secrecy
 from automodel.config.scalars import translate_value
@@ -22,26 +21,6 @@ from automodel.config.yaml_file import MAX_DEPTH, LocatedList, LocatedMapping
 __all__ = ["ConfigList", "ConfigNode", "EnvironmentString"]
 
 _INTERNAL = frozenset({"_values", "_sources", "_path"})
-
-
-class EnvironmentString(str):
-    """A string that came from a placeholder; `_orig_value` keeps the text that the recipe holds, and repr shows it."""
-
-    _orig_value: str
-    _source: Source | None
-
-    def __new__(cls, value: str, orig_value: str, source: Source | None = None) -> Self:
-        """Make the resolved string `value` that prints as `orig_value` in configurations."""
-        made = super().__new__(cls, value)
-        made._orig_value = orig_value
-        made._source = source
-        return made
-
-    def __getnewargs__(self) -> tuple[str, str, Source | None]:  # type: ignore[override]
-        return str(self), self._orig_value, self._source
-
-    def __repr__(self) -> str:
-        return repr(self._orig_value)
 
 
 class ConfigNode(Container):
@@ -153,7 +132,7 @@ class ConfigNode(Container):
 
     def items(self) -> ItemsView[Any, Any]:
         """The keys and values of this node; callables are given as the recipe names them until they are accessed."""
-        return self._values.items()
+        return _Items(self)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the value at a key or dotted path (`"model.config.n_layer"`, `"list.0"`, `"ids.5"`), or `default`."""
@@ -213,26 +192,13 @@ class ConfigNode(Container):
         """The value at a key as a message may print it: its placeholder, `<redacted>`, or its repr."""
         return show(self._values[key], self._sources[key], key_secrecy(key))
 
-    @contextmanager
-    def hiding_values(self, *others: Any) -> Iterator[None]:
+    def hiding_values(self, *others: Any) -> Hiding:
         """A context that keeps the secrets of this node and below, and of `others`, out of the errors that leave it.
 
         Values from the environment and under sensitive keys are replaced by their placeholders and by `<redacted>` in
         the texts of the error, its notes, causes and contexts, where they are long enough to be told from other text.
         """
-        try:
-            yield
-        except BaseException as error:
-            from automodel.config.hiding import HiddenValues, hide_values  # Only errors need it.
-
-            hidden = HiddenValues()
-            for container in (self, *others):
-                if isinstance(container, Container):
-                    hide_values(hidden, container)
-            safe = hidden.hide_in(error)
-            if safe is not error:
-                raise safe from None
-            raise
+        return Hiding(self, *others)
 
     def instantiate(self, *args: Any, **overrides: Any) -> Any:
         """Call the node's `_target_` with its other keys as keyword arguments, nested targets first.
@@ -273,7 +239,7 @@ class ConfigNode(Container):
         """
         return {key: _argument(self[key]) for key in self._values if key != "_target_" and key not in without}
 
-    def note_instantiation(self) -> AbstractContextManager[None]:
+    def note_instantiation(self) -> Note:
         """A context that adds this node's place and target to the errors of a call made on its behalf."""
         target = name_callable(self._values.get("_target_"), self._sources.get("_target_"))
         place = in_file(self._sources.get("_target_"))
@@ -343,6 +309,17 @@ class ConfigNode(Container):
         raise AssertionError("a dotted path has at least one part")
 
 
+class _Items(ItemsView[Any, Any]):
+    """The items of a node, printed as they may be printed."""
+
+    def __init__(self, node: ConfigNode) -> None:
+        super().__init__(node._values)
+        self._node = node
+
+    def __repr__(self) -> str:
+        return repr(self._node.to_yaml_dict().items())
+
+
 class ConfigList(list[Any], Container):
     """A list of a recipe: wrapped elements, and what the recipe says for them."""
 
@@ -357,10 +334,28 @@ class ConfigList(list[Any], Container):
             self.append(made[0])
             self._written.append(made)
 
+    def __getitem__(self, index: Any) -> Any:
+        """An element, or a list of the same kind for a slice."""
+        found = super().__getitem__(index)
+        return _rebuild_list(found, self._path, list(self._written)) if isinstance(index, slice) else found
+
+    def copy(self) -> "ConfigList":
+        """A list of the same elements."""
+        return self[:]  # type: ignore[no-any-return]
+
     def entries(self) -> Iterator[tuple[int, Any, Source]]:
-        """Each position with its element, and what the recipe says there; nothing for what code put there since."""
+        """Each position with its element, and what the recipe says there.
+
+        An element that code moved keeps what the recipe says for it, and so does one that is equal to one from the
+        recipe; there is nothing for others that code put there.
+        """
+        known: dict[Any, Source] | None = None
         for index, item in enumerate(self):
-            yield index, item, self._source(index)
+            source = self._source_there(index)
+            if source is None:
+                known = self._known() if known is None else known
+                source = known.get(_identity(item), Source(origin=IN_CODE))
+            yield index, item, source
 
     def place_of(self, key: Any) -> str:
         """The dotted path of a position in the recipe."""
@@ -386,10 +381,21 @@ class ConfigList(list[Any], Container):
         return self._moved_to(self._path)
 
     def _source(self, index: int) -> Source:
-        value, source = self._written[index] if index < len(self._written) else (ABSENT, None)
+        there = self._source_there(index)
+        return self._known().get(_identity(self[index]), Source(origin=IN_CODE)) if there is None else there
+
+    def _source_there(self, index: int) -> Source | None:
+        """What the recipe says for an element that stands where the recipe has it, or that carries it itself."""
         item = self[index]
-        kept = item is value or (type(item) is type(value) and isinstance(item, str | int | float) and item == value)
-        return source if kept and source is not None else Source(origin=IN_CODE)
+        value, source = self._written[index] if index < len(self._written) else (ABSENT, Source(origin=IN_CODE))
+        if _identity(item) == _identity(value):
+            return source
+        return item.source(IN_CODE) if isinstance(item, EnvironmentString) else None
+
+    def _known(self) -> dict[Any, Source]:
+        """What the recipe says for the elements that it gave, wherever they are now; one from a placeholder wins."""
+        pairs = sorted(self._written, key=lambda pair: pair[1].holds_placeholder)
+        return {_identity(value): source for value, source in pairs}
 
     def _put(self, index: int, value: Any, source: Source) -> None:
         self._written += [(ABSENT, Source(origin=IN_CODE))] * (index + 1 - len(self._written))
@@ -399,7 +405,8 @@ class ConfigList(list[Any], Container):
     def _moved_to(self, path: str) -> "ConfigList":
         """A copy at another place, its values as they are."""
         items = [_moved(item, path=f"{path}.{index}") for index, item in enumerate(self)]
-        return _rebuild_list(items, path, [(item, self._source(index)) for index, item in enumerate(items)])
+        sources = [source for _, _, source in self.entries()]
+        return _rebuild_list(items, path, list(zip(items, sources, strict=True)))
 
 
 def _rebuild_list(items: list[Any], path: str, written: list[tuple[Any, Source]]) -> ConfigList:
@@ -407,6 +414,11 @@ def _rebuild_list(items: list[Any], path: str, written: list[tuple[Any, Source]]
     made.extend(items)
     made._written = written
     return made
+
+
+def _identity(value: Any) -> Any:
+    """What two values share that are the same, or equal texts or numbers of one type."""
+    return (type(value), value) if isinstance(value, str | int | float) else id(value)
 
 
 def _names_callable(key: object) -> bool:
@@ -423,7 +435,7 @@ def _wrap(value: object, *, path: str, origin: Origin, is_target: bool = False) 
         case list() | tuple():
             return ConfigList(value, path=path, origin=origin), Source(origin=origin)
         case EnvironmentString():
-            return value, value._source or Source(origin=origin, written=value._orig_value, text=str(value))
+            return value, value.source(origin)
         case str() if is_target:
             return value, Source(origin=origin, written=value, text=value)
         case str() if has_placeholder(value):
@@ -455,7 +467,7 @@ def _new_key(container: Any, key: Any) -> Any:
     """A key to make in a mapping: a number where all keys there are numbers."""
     if not isinstance(container, ConfigNode) or key in container._values or not isinstance(key, str):
         return key
-    is_number = re.fullmatch(r"-?[0-9]+", key) is not None
+    is_number = re.fullmatch(r"-?[0-9]{1,1000}", key) is not None
     if is_number and len(container) and all(type(name) is int for name in container):
         return int(key)
     return key

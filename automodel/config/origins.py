@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple, Self
 
 from automodel.config.env import Expansion, has_placeholder
 
-__all__ = ["IN_CODE", "Origin", "Source", "in_file"]
+__all__ = ["IN_CODE", "EnvironmentString", "Origin", "Source", "in_file"]
 
 
 class Origin(NamedTuple):
@@ -62,6 +62,30 @@ class Source(NamedTuple):
     def holds_placeholder(self) -> bool:
         """Whether the recipe holds an environment placeholder here."""
         return self.written is not None and has_placeholder(self.written)
+
+
+class EnvironmentString(str):
+    """A string that came from a placeholder; `_orig_value` keeps the text that the recipe holds, and repr shows it."""
+
+    _orig_value: str
+    _source: Source | None
+
+    def __new__(cls, value: str, orig_value: str, source: Source | None = None) -> Self:
+        """Make the resolved string `value` that prints as `orig_value` in configurations."""
+        made = super().__new__(cls, value)
+        made._orig_value = orig_value
+        made._source = source
+        return made
+
+    def source(self, origin: Origin) -> Source:
+        """What the recipe says for this string; `origin` is where it stands if it does not know."""
+        return self._source or Source(origin=origin, written=self._orig_value, text=str(self))
+
+    def __getnewargs__(self) -> tuple[str, str, Source | None]:  # type: ignore[override]
+        return str(self), self._orig_value, self._source
+
+    def __repr__(self) -> str:
+        return repr(self._orig_value)
 
 
 def in_file(source: Source | None) -> str:

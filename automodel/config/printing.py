@@ -1,14 +1,14 @@
 """The values of a recipe as they may be printed and saved: placeholders kept, secrets redacted."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from automodel.config.containers import Container, secrecy_below
-from automodel.config.origins import IN_CODE, Source
+from automodel.config.origins import IN_CODE, EnvironmentString, Source
 from automodel.config.redact import REDACTED, Secrecy, key_secrecy, redact_text, redact_written
 from automodel.config.scalars import spell_value
 
-__all__ = ["Spelling", "name_callable", "printable", "resolved", "show"]
+__all__ = ["Spelling", "name_callable", "printable", "printable_keys", "resolved", "show"]
 
 Spelling = Literal["written", "placeholders", "resolved"]
 
@@ -29,13 +29,13 @@ def printable(
         redact: Hide secrets.
     """
     if isinstance(value, Container):
-        made = {
-            _printable_key(key): printable(
-                item, below, secrecy=secrecy_below(secrecy, key), spelling=spelling, redact=redact
-            )
-            for key, item, below in value.entries()
-        }
-        return list(made.values()) if isinstance(value, list) else made
+        entries = list(value.entries())
+        made = [
+            printable(item, below, secrecy=secrecy_below(secrecy, key), spelling=spelling, redact=redact)
+            for key, item, below in entries
+        ]
+        keys = printable_keys([key for key, _, _ in entries])
+        return made if isinstance(value, list) else dict(zip(keys, made, strict=True))
     if not redact:
         secrecy = Secrecy.NONE
     if source.written is not None and (
@@ -44,12 +44,16 @@ def printable(
         is_word = value is None or isinstance(value, bool)
         if not redact or (is_word and not source.holds_placeholder):
             return source.written
+        if isinstance(value, Mapping | list | tuple) and not secrecy and not source.holds_placeholder:
+            # The text of a mapping or list shows by its keys only what is secret in it.
+            safe, plain = (_plain(value, secrecy, spelling=spelling, redact=hide) for hide in (True, False))
+            return redact_written(source.written, secrecy) if safe == plain else safe
         return redact_written(source.written, secrecy)
     if redact and any(key_secrecy(name) for name in source.origin.variables):
         secrecy = Secrecy.ALL
     if secrecy is Secrecy.TEXT and source.text is not None:
         secrecy = Secrecy.ALL
-    return _plain(name_callable(value, source), secrecy, written=spelling == "written", redact=redact)
+    return _plain(name_callable(value, source), secrecy, spelling=spelling, redact=redact)
 
 
 def name_callable(value: Any, source: Source | None) -> Any:
@@ -76,28 +80,29 @@ def show(value: Any, source: Source, secrecy: Secrecy) -> str:
     return REDACTED if shown == REDACTED else repr(shown)
 
 
-def _plain(value: Any, secrecy: Secrecy, *, written: bool, redact: bool) -> Any:
+def _plain(value: Any, secrecy: Secrecy, *, spelling: Spelling, redact: bool) -> Any:
     match value:
         case None | bool():
             return value
         case Mapping():
             return {
-                _printable_key(key): _plain(
-                    item, secrecy_below(secrecy, key) if redact else Secrecy.NONE, written=written, redact=redact
-                )
-                for key, item in value.items()
+                name: _plain(item, secrecy_below(secrecy, key) if redact else secrecy, spelling=spelling, redact=redact)
+                for name, (key, item) in zip(printable_keys(list(value)), value.items(), strict=True)
             }
         case list() | tuple():
-            return [_plain(item, secrecy, written=written, redact=redact) for item in value]
+            return [_plain(item, secrecy, spelling=spelling, redact=redact) for item in value]
         case int() | float():
             return REDACTED if secrecy is Secrecy.ALL else value
+        case EnvironmentString() if spelling != "resolved":
+            written = value.source(IN_CODE).written or ""
+            return redact_written(written, secrecy) if redact else written
         case str():
             text = str(value)
             if not redact:
-                return spell_value(text) if written else text
+                return spell_value(text) if spelling == "written" else text
             if secrecy:
                 return REDACTED if text else text
-            return redact_text(spell_value(text) if written else text)  # type: ignore[arg-type]
+            return redact_text(spell_value(text) if spelling == "written" else text)  # type: ignore[arg-type]
         case _ if callable(value):
             name = getattr(value, "__qualname__", None)
             return f"{value.__module__}.{name}" if name else str(value)
@@ -105,5 +110,18 @@ def _plain(value: Any, secrecy: Secrecy, *, written: bool, redact: bool) -> Any:
             return REDACTED if secrecy else redact_text(str(value)) if redact else str(value)
 
 
-def _printable_key(key: object) -> Any:
-    return key if key is None or isinstance(key, str | bool | int | float) else str(key)
+def printable_keys(keys: Sequence[object]) -> list[Any]:
+    """The keys of a mapping as YAML and JSON can hold them; of keys with the same text, all but one are spelt out."""
+    made: dict[Any, None] = dict.fromkeys(key for key in keys if _is_plain_key(key))
+    printed = []
+    for key in keys:
+        text: Any = key if _is_plain_key(key) else str(key)
+        if text in made and not _is_plain_key(key):
+            text = repr(key)
+        made[text] = None
+        printed.append(text)
+    return printed
+
+
+def _is_plain_key(key: object) -> bool:
+    return key is None or isinstance(key, str | bool | int | float)

@@ -4,10 +4,11 @@ import re
 from collections.abc import Callable
 from enum import IntEnum
 from itertools import pairwise
+from urllib.parse import unquote
 
 from automodel.config.env import has_placeholder, map_placeholders
 
-__all__ = ["REDACTED", "Secrecy", "is_sensitive_key", "key_secrecy", "redact_text", "redact_written"]
+__all__ = ["REDACTED", "Secrecy", "is_sensitive_key", "key_secrecy", "redact_text", "redact_written", "secret_parts"]
 
 REDACTED = "<redacted>"
 """What stands in place of a hidden value."""
@@ -32,14 +33,26 @@ _WORD = r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+"
 
 # Repetitions before a fixed text are bounded: searching a long text must not take the square of its length.
 _URL_HEAD = r"[A-Za-z][A-Za-z0-9+.-]{0,30}://"
-# The password of a URL ends at the last @ before the path; the second form is for one that holds a slash of its own.
+# The password of a URL ends at its last @, since it may hold a slash and an @ of its own: a path with an @ makes that
+# hide too much. The other form is for passwords that begin like a port.
 _URL_PASSWORD = rf"(?P<head>{_URL_HEAD}[^\s/@:]*:)(?P<secret>[^\s/]+)(?=@)"
-_URL_PASSWORD_WITH_SLASH = rf"(?P<head>{_URL_HEAD}[^\s/@:]*:)(?!\d+(?:[/?#\s]|$))(?P<secret>(?:(?!://)[^\s@])+)(?=@)"
+_URL_PASSWORD_WITH_SLASH = rf"(?P<head>{_URL_HEAD}[^\s/@:]*:)(?!\d+(?:[/?#\s]|$))(?P<secret>(?:(?!://)\S)+)(?=@)"
+# user:password@host:5432 and user:password@host/database.
+_BARE_URL = (
+    r"(?<![\w/.:@+-])(?P<head>[\w.+-]{1,60}:)(?P<secret>[^\s/@]{1,200})"
+    r"(?=@[\w.-]{1,253}(?::\d{1,5}(?![\w.])|/\w))"
+)
 # `password=...` as database drivers and URL queries write it: quoted, up to a semicolon, or one word.
 _SETTING = (
     r"(?P<key>[A-Za-z][\w.-]{0,60})(?P<equals>\s?=\s?)"
     r"""(?P<secret>'[^']*'|"[^"]*"|\{[^}]*\}|[^;&\s'"][^;&\s]*(?: [^;&=\s]+)*(?=;)|[^;&\s'"][^;&\s]*)"""
 )
+# "password": "..." in the text of a mapping, and --password ... in that of a command.
+_QUOTED_SETTING = (
+    r"""(?P<key>(?P<quote>["'])[A-Za-z][\w.-]{0,60}(?P=quote))(?P<equals>\s?:\s?(?P<open>["']))"""
+    r"(?P<secret>(?:(?!(?P=open)).)+)(?=(?P=open))"
+)
+_OPTION = r"""(?P<key>--[A-Za-z][\w-]{0,60})(?P<equals>\s{1,9})(?P<secret>'[^']*'|"[^"]*"|[^\s'"-]\S*)"""
 _AUTHORIZATION = r"(?P<head>(?i:\bauthorization\s*[:=]\s*(?:(?:bearer|basic|token)\s+)?))(?P<secret>[^\s,;]+)"
 _BEARER = r"(?P<head>(?i:\bbearer\s+))(?P<secret>[\w.~+/=-]{12,})"
 # A URL user without a password is hidden where it looks like a token, in https://ghp_...@host.
@@ -78,6 +91,19 @@ def redact_text(value: str) -> str:
     return _redact(value, _hide)
 
 
+def secret_parts(value: str) -> list[str]:
+    """The parts of a text that `redact_text` hides, each also as a URL decodes it."""
+    found: list[str] = []
+
+    def keep(secret: str) -> str:
+        bare = secret.strip("'\"")
+        found.extend((bare, unquote(bare)))
+        return secret
+
+    _redact(value, keep)
+    return list(dict.fromkeys(found))
+
+
 def redact_written(value: str, secrecy: Secrecy = Secrecy.NONE) -> str:
     """Hide the secrets in a text as a recipe writes it: its placeholders stay, since they give nothing away.
 
@@ -107,11 +133,14 @@ def _redact(text: str, hide: Callable[[str], str]) -> str:
         return match["head"] + (hide(match["secret"]) if _looks_like_token(match["secret"]) else match["secret"])
 
     if "://" in text:
-        text = re.sub(_URL_PASSWORD, replace, text)
         text = re.sub(_URL_PASSWORD_WITH_SLASH, replace, text)
+        text = re.sub(_URL_PASSWORD, replace, text)
         text = re.sub(_URL_USER, replace_user, text)
-    if "=" in text:
-        text = re.sub(_SETTING, replace_setting, text)
+    if "@" in text:
+        text = re.sub(_BARE_URL, replace, text)
+    for sign, setting in (("=", _SETTING), (":", _QUOTED_SETTING), ("--", _OPTION)):
+        if sign in text:
+            text = re.sub(setting, replace_setting, text)
     for pattern in (_AUTHORIZATION, _BEARER, _TOKEN):
         text = re.sub(pattern, replace, text)
     return text

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from automodel.config.loader import ConfigNode, EnvironmentString
 from automodel.config.names import did_you_mean
+from automodel.config.notes import add_note
 from automodel.config.origins import Origin
 
 __all__ = ["NotAvailableYetError", "add_place", "build_section", "check_arguments", "off_values", "refuse", "setting"]
@@ -200,9 +201,9 @@ def add_place(error: Exception, origin: Origin) -> None:
     """Note on an error where the recipe holds what it is about, unless a closer place was noted already."""
     notes = getattr(error, "__notes__", ())
     if origin.kind == "override" and _OVERRIDDEN not in notes:
-        error.add_note(_OVERRIDDEN)
+        add_note(error, _OVERRIDDEN)
     elif origin.kind == "file" and not any(_OVERRIDDEN in text or f"{origin.file}:" in text for text in notes):
-        error.add_note(f"in {origin.file}:{origin.line}")
+        add_note(error, f"in {origin.file}:{origin.line}")
 
 
 def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:

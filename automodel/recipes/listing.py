@@ -64,13 +64,13 @@ def list_values(config: ConfigNode, *, with_defaults: bool = True) -> list[Liste
 
 def _given(container: ConfigNode | ConfigList, printed: Any, path: Path) -> Iterator[ListedValue]:
     """The values at and below a mapping or list, none of whose targets is imported for it."""
-    for key, value, source in container.entries():
+    safe = printed if isinstance(container, ConfigList) else printed.values()
+    for (key, value, source), shown in zip(container.entries(), safe, strict=True):
         here = (*path, key if isinstance(container, ConfigNode) else Position(key))
         if (isinstance(value, ConfigNode) and value) or (isinstance(value, ConfigList) and _needs_lines(value)):
-            yield from _given(value, printed[key], here)
+            yield from _given(value, shown, here)
         else:
-            shown = _resolved_where_safe(value, printed[key], source)
-            yield ListedValue(path=here, value=shown, origin=source.origin)
+            yield ListedValue(path=here, value=_resolved_where_safe(value, shown, source), origin=source.origin)
 
 
 def _needs_lines(values: ConfigList) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_type_hints
 from automodel.config.descriptions import SettingDescription, describe_settings, spell_type
 from automodel.config.loader import resolve_target
 from automodel.config.names import did_you_mean
+from automodel.config.printing import printable_keys
 from automodel.recipes.planned_sections import PLANNED_SECTIONS, PlannedSection
 from automodel.recipes.reference_keys import REFERENCE_KEYS
 
@@ -211,7 +212,7 @@ def find_section(name: object) -> SettingsSection | TargetSection | PlannedSecti
             return found  # type: ignore[no-any-return]
     if isinstance(name, str) and name.startswith(_VALIDATION_DATASET):
         return PlannedSection(name=name, help="a further validation dataset")
-    raise ValueError(f"unknown section {name!r}{did_you_mean(str(name), KNOWN_SECTIONS)}")
+    raise ValueError(f"unknown section {printable_keys([name])[0]!r}{did_you_mean(str(name), KNOWN_SECTIONS)}")
 
 
 def is_metadata(name: object) -> bool:

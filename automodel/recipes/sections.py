@@ -2,7 +2,9 @@
 
 import copy
 import difflib
+import inspect
 import logging
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from automodel.config.loader import ConfigNode, resolve_target
 from automodel.config.names import did_you_mean
+from automodel.config.notes import add_note
+from automodel.config.origins import Origin
+from automodel.config.printing import resolved
 from automodel.config.sections import NotAvailableYetError, add_place, build_section, check_arguments, refuse
 from automodel.recipes.planned_sections import PlannedSection
 from automodel.recipes.reference_keys import REFERENCE_KEYS, REFERENCE_TARGETS
@@ -34,6 +39,7 @@ __all__ = ["RecipeSections", "build_sections", "check_sections", "find_recipe_cl
 logger = logging.getLogger(__name__)
 
 DEFAULT_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
+_METHODS = ("setup", "run_train_validation_loop")
 _MISTAKES = (ValueError, TypeError, ImportError, KeyError, AttributeError)
 _MANAGERS = {"FSDP2Manager": "fsdp2", "DDPManager": "ddp", "MegatronFSDPManager": "megatron_fsdp"}
 """Classes of the older form of `distributed`, and the strategy that each stands for."""
@@ -92,13 +98,19 @@ def build_sections(config: ConfigNode) -> RecipeSections:
 def check_sections(config: ConfigNode, *, targets: Collection[str] = ()) -> None:
     """Check the names of all sections, and the contents of those with a fixed schema and of the named `targets`.
 
+    The class of the recipe is checked by its name only: nothing is imported for it.
+
     Raises:
         ValueError, NotAvailableYetError, TypeError, ImportError: as `build_sections`.
     """
     mistakes = _Mistakes(config)
     with config.hiding_values():
         _check_names(config, mistakes)
+        with mistakes.collected("recipe"):
+            _recipe_target(config)
         _build_settings(config, mistakes)
+        with mistakes.collected("deterministic"):
+            _flag(config, "deterministic")
         for name in targets:
             with mistakes.collected(name):
                 _checked_target(config, TARGET_SECTIONS[name], needed=False)
@@ -128,8 +140,18 @@ class _Mistakes:
             yield
         except _MISTAKES as error:
             if section in self._config:
-                add_place(error, self._config.origin(section))
+                add_place(error, self._origin(error, section))
             self._found.append(error)
+
+    def _origin(self, error: Exception, section: Any) -> Origin:
+        """Where the recipe holds what an error about a section names, or the section where it names nothing in it."""
+        named = re.match(r"[\w-]+(?= is )", str(error))
+        paths = [named[0]] if named is not None else []
+        for text in (str(error), *getattr(error, "__notes__", ())):
+            paths += re.findall(rf"(?<![\w.]){re.escape(str(section))}(?:\.[\w-]+)+", text)
+        origins = [self._config.origin(path) for path in paths if path in self._config]
+        overridden = (origin for origin in origins if origin.kind == "override")
+        return next(overridden, self._config.origin(section))
 
     def raise_first(self) -> None:
         """Raise the first error, the others as notes on it."""
@@ -137,7 +159,7 @@ class _Mistakes:
             return
         first, *others = self._found
         for other in others:
-            first.add_note("\n      ".join([f"also: {other}", *getattr(other, "__notes__", ())]))
+            add_note(first, "\n      ".join([f"also: {other}", *getattr(other, "__notes__", ())]))
         raise first
 
 
@@ -158,7 +180,7 @@ def _check_names(config: ConfigNode, mistakes: _Mistakes) -> None:
 
 def _plain(config: ConfigNode, name: str) -> Any:
     """A section's plain value; its targets are names, and are not imported."""
-    return config.to_dict()[name]
+    return resolved(config.values_by_key()[name])
 
 
 def _settings_node(config: ConfigNode, name: str) -> Any:
@@ -231,10 +253,20 @@ def find_recipe_class(config: ConfigNode) -> Callable[..., Any]:
     """Return the class that runs a recipe, by its section `recipe`.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or is that of no recipe class.
         NotAvailableYetError: the class is known but not built yet.
         ImportError, InvalidFileTargetError: its `_target_` cannot be resolved.
     """
+    target = _recipe_target(config)
+    found = resolve_target(target)
+    # Statically, so that no code of the class runs.
+    if not isinstance(found, type) or any(inspect.getattr_static(found, name, None) is None for name in _METHODS):
+        raise ValueError(f"recipe {target!r} is no recipe class: it needs the methods {' and '.join(_METHODS)}")
+    return found
+
+
+def _recipe_target(config: ConfigNode) -> str:
+    """The dotted name of the class that runs a recipe."""
     value = config.get("recipe")
     if value is None:
         value = DEFAULT_RECIPE
@@ -247,10 +279,10 @@ def find_recipe_class(config: ConfigNode) -> Callable[..., Any]:
         target = RECIPE_CLASSES[bare]
         if target is None:
             raise NotAvailableYetError(f"recipe {bare} is not available yet")
-        return resolve_target(target)
+        return target
     if "." not in value:
         raise ValueError(f"unknown recipe {value!r}{did_you_mean(value, RECIPE_CLASSES)}")
-    return resolve_target(value)
+    return str(value)
 
 
 def _flag(config: ConfigNode, name: str) -> bool:

@@ -152,6 +152,11 @@ def test_the_shipped_recipes_are_shown_as_they_are(name, capsys):
         (["show", "hybrid_tiny", "--rng.sed=1"], "unknown key rng.sed (did you mean 'seed'?)"),
         (["show", "hybrid_tiny", "--optimizer.lrr=1"], "unknown key optimizer.lrr (did you mean 'lr'?)"),
         (["show", "hybrid_tiny", "--optimizer.lr.x=1"], "cannot set 'optimizer.lr.x'"),
+        (["show", "hybrid_tiny", "--deterministic=5"], "deterministic must be true or false, got 5"),
+        (["show", "hybrid_tiny", "--recipe=Nope"], "unknown recipe 'Nope'"),
+        (["show", "hybrid_tiny", "--recipe=5"], "recipe must be the name of a recipe class"),
+        (["show", "hybrid_tiny", f"--rng.{'9' * 5000}=1"], "unknown key rng.999"),
+        (["show", "hybrid_tiny", f"--model.config.layers_block_type.{'9' * 5000}=1"], "cannot set"),
         (["show", "hybrid_tiny", "--distributed.tp_size=2"], "distributed.tp_size: 2 is not available yet"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
@@ -162,8 +167,29 @@ def test_a_mistake_is_named(words, message, capsys):
     assert "Traceback" not in err
 
 
-def test_a_mistake_in_an_override_says_that_it_is_one(capsys):
-    err = printed(capsys, "show", "hybrid_tiny", "--rng.sed=1", status=2).err
+def test_the_class_of_a_recipe_is_not_imported_to_show_it(tmp_path, capsys):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("recipe: am_absent.recipes.Mine\n")
+    assert "recipe: am_absent.recipes.Mine" in printed(capsys, "show", str(file)).out
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [("2024-01-01", "unknown section '2024-01-01'"), ("!!binary aGk=", "unknown section \"b'hi'\"")],
+)
+def test_a_section_whose_name_is_no_string_is_named(tmp_path, capsys, key, message):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"{key}: {{a: 1}}\n")
+    assert message in printed(capsys, "show", str(file), status=2).err
+    file.write_text(f"model: {{_target_: am_absent.model, {key}: {{{key}: 1}}}}\n")
+    assert printed(capsys, "show", str(file)).err == ""
+
+
+@pytest.mark.parametrize(
+    "words", [["--rng.sed=1"], ["--seed", "3"], ["--model._target_=5"], ["--model._target_", "os.nope"]], ids=" ".join
+)
+def test_a_mistake_in_an_override_says_that_it_is_one(capsys, words):
+    err = printed(capsys, "show", "hybrid_tiny", *words, status=2).err
     assert err.splitlines()[-1] == "  in a command-line override"
 
 

@@ -1,4 +1,5 @@
 import copy
+import datetime
 import json
 from collections import OrderedDict
 
@@ -191,3 +192,68 @@ def test_yaml_values_of_every_kind_print(tmp_path):
     assert printed["u"] == "\u00e9"
     json.dumps({str(key): value for key, value in config.to_yaml_dict().items()})
     assert repr(config) == str(copy.deepcopy(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (lambda c: c.l.insert(0, "z"), ["z", "a", "${AM_TOKEN}", "${AM_PORT}", {"x": "${AM_PORT}"}, "1e-5"]),
+        (lambda c: c.l.append(c.t), ["a", "${AM_TOKEN}", "${AM_PORT}", {"x": "${AM_PORT}"}, "1e-5", "x${AM_TOKEN}"]),
+        (
+            lambda c: c.l.append([c.t]),
+            ["a", "${AM_TOKEN}", "${AM_PORT}", {"x": "${AM_PORT}"}, "1e-5", ["x${AM_TOKEN}"]],
+        ),
+        (lambda c: c.l.pop(0), ["${AM_TOKEN}", "${AM_PORT}", {"x": "${AM_PORT}"}, "1e-5"]),
+        (lambda c: c.l.__setitem__(0, c.t), ["x${AM_TOKEN}", "${AM_TOKEN}", "${AM_PORT}", {"x": "${AM_PORT}"}, "1e-5"]),
+        (lambda c: c.l.reverse(), ["1e-5", {"x": "${AM_PORT}"}, "${AM_PORT}", "${AM_TOKEN}", "a"]),
+        (lambda c: c.l.__setitem__(slice(0, 3), c.l[1:3]), ["${AM_TOKEN}", "${AM_PORT}", {"x": "${AM_PORT}"}, "1e-5"]),
+        (lambda c: c.l.extend(c.l[2:3]), ["a", "${AM_TOKEN}", "${AM_PORT}", {"x": "${AM_PORT}"}, "1e-5", "${AM_PORT}"]),
+    ],
+)
+def test_an_edited_list_still_prints_placeholders(variables, change, shown):
+    config = ConfigNode({"l": ["a", "${AM_TOKEN}", "${AM_PORT}", {"x": "${AM_PORT}"}, "1e-5"], "t": "x${AM_TOKEN}"})
+    change(config)
+    assert config.to_yaml_dict()["l"] == shown
+    assert repr(config.l) == str(config.l) == repr(shown)
+    assert yaml.safe_load(str(config))["l"] == shown
+    assert copy.deepcopy(config).to_yaml_dict()["l"] == shown
+    assert [config.l.shown(i) for i in range(2)] == [repr(1e-5 if item == "1e-5" else item) for item in shown[:2]]
+
+
+def test_slices_and_copies_of_a_list_print_placeholders(variables):
+    config = ConfigNode({"l": ["a", "${AM_TOKEN}", "${AM_PORT}"]})
+    assert repr(config.l[1:]) == repr(["${AM_TOKEN}", "${AM_PORT}"])
+    assert repr(config.l.copy()) == repr(copy.copy(config.l)) == repr(["a", "${AM_TOKEN}", "${AM_PORT}"])
+    assert config.l[::-1] == [8080, SECRET, "a"]
+
+
+def test_items_print_placeholders(variables):
+    config = ConfigNode(PLACED | {"password": "hunter22"})
+    items = config.items()
+    assert dict(items)["number"] == 8080
+    assert (len(items), ("number", 8080) in items) == (len(config), True)
+    for hidden in (SECRET, "8080", "hunter22"):
+        assert hidden not in repr(items)
+    assert "'${AM_PORT}'" in repr(items)
+
+
+def test_a_secret_in_the_text_of_a_mapping_or_list_is_redacted(variables):
+    config = ConfigNode(
+        {"m": '{"password": "hunter22", "x": 5}', "l": "[{'hf_token': 'hunter22'}, 'y']", "p": "{'x': '1e-5'}"}
+    )
+    assert config.to_yaml_dict() == {
+        "m": {"password": "<redacted>", "x": 5},
+        "l": [{"hf_token": "<redacted>"}, "y"],
+        "p": "{'x': '1e-5'}",
+    }
+    assert "hunter22" not in str(config)
+    assert config.raw_config["m"] == '{"password": "hunter22", "x": 5}'
+    assert config.to_yaml_dict(redact_sensitive=False)["m"] == '{"password": "hunter22", "x": 5}'
+
+
+def test_no_two_keys_become_one():
+    date = datetime.date(2024, 1, 1)
+    for raw in ({date: 1, "2024-01-01": 2}, {"2024-01-01": 2, date: 1}):
+        printed = ConfigNode({"m": raw}).to_yaml_dict()["m"]
+        assert printed == {"2024-01-01": 2, "datetime.date(2024, 1, 1)": 1}
+    assert ConfigNode({"m": {date: 1}}).to_yaml_dict()["m"] == {"2024-01-01": 1}

@@ -1,6 +1,14 @@
 import pytest
 
-from automodel.config.redact import REDACTED, Secrecy, is_sensitive_key, key_secrecy, redact_text, redact_written
+from automodel.config.redact import (
+    REDACTED,
+    Secrecy,
+    is_sensitive_key,
+    key_secrecy,
+    redact_text,
+    redact_written,
+    secret_parts,
+)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +120,21 @@ R = REDACTED
         ("redis://:pw@host", f"redis://:{R}@host"),
         ("https://me:p@w:x@host/a", f"https://me:{R}@host/a"),
         ("https://me:p/w@host/a", f"https://me:{R}@host/a"),
+        ("https://me:p@w/x@host/a", f"https://me:{R}@host/a"),
+        ("https://me:p/w@x@host/a", f"https://me:{R}@host/a"),
+        ("https://me:12?x@host/a", f"https://me:{R}@host/a"),
+        ("https://me:pw@host/a@b", f"https://me:{R}@b"),  # Its path might be the end of a password.
+        ("a://me:pw@host,b://me:p@w/x@host", f"a://me:{R}@host,b://me:{R}@host"),
+        ("me:pw@host:5432/db", f"me:{R}@host:5432/db"),
+        ("dsn is me:p:w@10.0.0.1:5432", f"dsn is me:{R}@10.0.0.1:5432"),
+        ("me:pw@host/db and x:y@z.org/db", f"me:{R}@host/db and x:{R}@z.org/db"),
+        ("git@github.com:me/x image:tag@sha256:5f1c x:y@z", "git@github.com:me/x image:tag@sha256:5f1c x:y@z"),
+        ("run --password abc --x 5", f"run --password {R} --x 5"),
+        ("run --api-key 'a b' --eos-token x --token --x", f"run --api-key {R} --eos-token x --token --x"),
+        (
+            """{"password": "p'w", 'api_key':'x', "pad_token": "p"}""",
+            f"""{{"password": "{R}", 'api_key':'{R}', "pad_token": "p"}}""",
+        ),
         ("https://me:12/pw@host", "https://me:12/pw@host"),  # Reads as a port and a path.
         ("mongodb://me:pw@h1:1,h2:2/db", f"mongodb://me:{R}@h1:1,h2:2/db"),
         ("https://host:8080/a@b", "https://host:8080/a@b"),
@@ -174,6 +197,9 @@ def test_under_a_sensitive_key_only_placeholders_stay(text, safe):
         ("host=$HOST password=pw", f"host=$HOST password={R}"),
         # The setting reaches into the placeholder's end: nothing but the placeholder is kept.
         ("${DSN,host=db password=pw} x", f"${{DSN,{R}}}{R}"),
+        ("{'password': 'pw', 'x': '${X}'}", f"{{'password': '{R}', 'x': '${{X}}'}}"),
+        ("{'password': '${PW}'}", "{'password': '${PW}'}"),
+        ("me:${PW}@host:5432/db", "me:${PW}@host:5432/db"),
         ("plain", "plain"),
     ],
 )
@@ -189,6 +215,15 @@ def test_placeholders_stay_in_what_a_recipe_holds(text, safe):
         "a://" * 50_000 + "=",
         "a://" + "b" * 200_000 + "@",
         "a://b:" * 30_000 + "@",
+        "a://b:" + "@" * 100_000,
+        "a://b:" + "c/" * 100_000,
+        "a:b," * 50_000 + "@",
+        "a:" * 100_000 + "@",
+        "a:b@c" * 40_000,
+        "a:b@" + "c" * 200_000,
+        "--a " * 50_000,
+        "--a" * 70_000 + " ",
+        "'a':" * 50_000 + "'",
         "eyJ-" * 50_000,
         "bearer " * 30_000,
         "${a," * 50_000,
@@ -201,3 +236,8 @@ def test_long_texts_take_no_time(text):
     # Any of these would take minutes if the time grew with the square of the length.
     redact_written(text)
     redact_written(text, Secrecy.ALL)
+
+
+def test_the_parts_of_a_text_that_are_secret():
+    assert secret_parts("https://me:p%2Dw@host password='a b'") == ["p%2Dw", "p-w", "a b"]
+    assert secret_parts("plain") == []

@@ -1,6 +1,7 @@
 import re
 
 import pytest
+import yaml
 
 from automodel.config.yaml_file import MAX_BYTES, YamlFileError, read_yaml_mapping
 
@@ -140,3 +141,13 @@ def test_lines_of_keys_and_elements_are_kept(write):
     assert values["b"]["d"][1].lines == {"q": 8}
     # A merged key keeps the line where it stands.
     assert values["m"].lines == {"z": 11, "w": 14}
+
+
+@pytest.mark.skipif(not yaml.__with_libyaml__, reason="this build of PyYAML comes without libyaml")
+def test_files_are_parsed_by_libyaml_where_it_is_there(write, monkeypatch):
+    def refuse(self, *args):
+        raise AssertionError("the parser written in Python was asked")
+
+    monkeypatch.setattr(yaml.scanner.Scanner, "check_token", refuse)
+    monkeypatch.setattr(yaml.reader.Reader, "__init__", refuse)
+    assert read_yaml_mapping(write("a: [1, {b: 2}]\n")) == {"a": [1, {"b": 2}]}

@@ -1,3 +1,5 @@
+import datetime
+
 from automodel.config.loader import load_yaml_config
 from automodel.config.overrides import apply_overrides, parse_overrides
 from automodel.recipes.listing import Position, list_values
@@ -86,3 +88,16 @@ def test_defaults_follow_the_keys_of_their_section_and_end_the_list(tmp_path, mo
     assert values["distributed.mp_policy.cast_forward_inputs"].value is True
     assert "distributed.mp_policy" not in values
     assert names.index("rng.seed") < names.index("model.token") < names.index("checkpoint.enabled")
+
+
+def test_keys_that_are_no_strings_are_listed(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model:\n  2024-01-01: {x: 1}\n  '2024-01-01': 2\n  !!binary aGk=: 3\n  5: 4\n2025-02-02: 6\n")
+    values = {value.path: value.value for value in list_values(load_yaml_config(file), with_defaults=False)}
+    assert values == {
+        ("model", datetime.date(2024, 1, 1), "x"): 1,
+        ("model", "2024-01-01"): 2,
+        ("model", b"hi"): 3,
+        ("model", 5): 4,
+        (datetime.date(2025, 2, 2),): 6,
+    }

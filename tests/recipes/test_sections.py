@@ -344,6 +344,8 @@ def test_a_recipe_by_name_path_or_mapping(recipe):
         ("TrainFinetuneRecipeForNextTokenPredicton", ValueError, f"did you mean '{BARE}'"),
         ("my.own.Recipe", ImportError, "my.own.Recipe"),
         (5, ValueError, "recipe must be the name"),
+        ("os.getcwd", ValueError, "recipe 'os.getcwd' is no recipe class: it needs the methods setup and run_train"),
+        ("builtins.dict", ValueError, "recipe 'builtins.dict' is no recipe class"),
         ({"name": "x"}, ValueError, "recipe must be the name"),
     ],
 )
