@@ -4,8 +4,13 @@ epoch_<E>_step_<S>/
   checkpoint.json (format, version, step, epoch, model signature)  config.yaml (redacted)  losses.json
   model/shard-*.safetensors  model/consolidated/ (readable by transformers)  optim/ (DCP)
   step_scheduler.pt  rng/rng_global_rank_<R>.pt  dataloader/dataloader_dp_rank_<R>.pt
+
+All ranks of a job save and restore together, in a folder that all of them see. Each writes its own part; rank zero
+also writes what there is once, and moves the pointers when every rank has said that its part is on the disk. A
+checkpoint can be restored by another number of ranks than saved it.
 """
 
+import io
 import json
 import logging
 import math
@@ -19,7 +24,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
 from automodel.caches.folder_lock import FolderLock
@@ -41,6 +46,7 @@ from automodel.checkpoint.directories import (
 )
 from automodel.checkpoint.retention import prune_checkpoints
 from automodel.config.sections import refuse, setting
+from automodel.distributed.rank_group import PeerError, RankGroup
 from automodel.models.export import save_for_transformers
 
 __all__ = ["FORMAT_VERSION", "CheckpointConfig", "CheckpointSaveError", "Checkpointer", "RunState"]
@@ -106,59 +112,95 @@ class _Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class _RandomState(_Stateful, Protocol):
+    def load_state_of_rank_zero(self, state: dict[str, Any], *, rank: int) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Everything that a checkpoint carries of a run on this rank."""
+    """Everything that a checkpoint carries of a run on this rank.
+
+    The model is the one whose state has its plain names: the module inside a DistributedDataParallel, not the wrapper.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step_scheduler: _Stateful
-    rng: _Stateful
+    rng: _RandomState
     dataloader: _Stateful
     tokenizer: Any = None
 
 
 class Checkpointer:
-    """Saves, finds and restores the checkpoints in one folder."""
+    """Saves, finds and restores the checkpoints in one folder; all ranks of the job call each method together."""
 
-    def __init__(self, config: CheckpointConfig, *, root: Path, config_text: str, rank: int = 0) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        root: Path,
+        config_text: str,
+        ranks: RankGroup | None = None,
+        data_rank: int | None = None,
+        is_node_leader: bool = True,
+    ) -> None:
         """Use the folder `root`, which need not exist yet.
 
         Args:
             config: The recipe section.
-            root: Folder of the checkpoints.
+            root: Folder of the checkpoints, the same for all ranks.
             config_text: The run's redacted configuration, kept with each checkpoint.
-            rank: This process's rank.
+            ranks: All processes of the job; None: this one is alone.
+            data_rank: This rank's place among those that see different data; None: its rank in the job.
+            is_node_leader: Whether this process flushes to the disk what its machine has written; one per machine
+                suffices.
         """
         self.root = root
         self._config = config
         self._config_text = config_text
-        self._rank = rank
+        self._ranks = ranks or RankGroup()
+        self._data_rank = self._ranks.rank if data_rank is None else data_rank
+        self._is_node_leader = is_node_leader
         self._lock: FolderLock | None = None
 
     def open(self) -> None:
-        """Make the folder and keep other processes out of it until `close`.
+        """Make the folder and keep other jobs out of it until `close`.
 
         Raises:
-            OSError: it cannot be made or written.
-            FolderBusyError: another process saves its checkpoints there.
+            OSError: it cannot be made or written, or this rank does not see it.
+            FolderBusyError: another job saves its checkpoints there.
+            PeerError: one of these happened on another rank.
         """
-        self._lock = FolderLock(self.root)
+        try:
+            with self._ranks.together():
+                if self._ranks.is_main:
+                    self._lock = FolderLock(self.root)
+            self._check_seen(self.root)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Let other processes save in the folder."""
+        """Let other jobs save in the folder."""
         if self._lock is not None:
             self._lock.close()
 
     def find_resumable(self, model: nn.Module) -> Path | None:
-        """Return the checkpoint that the run should start from, or None for a fresh start.
+        """Return the checkpoint that the run should start from, or None for a fresh start; rank zero decides.
 
         The recipe's restore_from decides; without it, the newest complete checkpoint of the same model. A newer one of
         another model is passed over with a warning.
 
         Raises:
             FileNotFoundError, RuntimeError: restore_from names no usable checkpoint.
+            ValueError: the newest one is of a newer format, or its manifest is damaged.
+            PeerError: one of these happened on rank zero, and this is another one.
         """
+        with self._ranks.together():
+            found = self._find(model) if self._ranks.is_main else None
+        return self._ranks.broadcast(found)
+
+    def _find(self, model: nn.Module) -> Path | None:
         if self._config.restore_from is not None:
             return resolve_restore_from_to_checkpoint_dir(self.root, self._config.restore_from)
         newest = find_latest_checkpoint(self.root)
@@ -170,31 +212,55 @@ class Checkpointer:
         return None
 
     def restore(self, checkpoint: Path, state: RunState) -> None:
-        """Load a checkpoint into the objects of a run.
+        """Load a checkpoint into the objects of a run, saved by as many ranks as now or by another number.
+
+        Ranks that the checkpoint has no random state of are seeded from that of rank zero.
 
         Raises:
             ValueError: it holds another model, does not fit the data, batch size or optimizer, is damaged, or is of a
-                newer format.
+                newer format; on every rank, whichever found that.
         """
-        if not _holds(checkpoint, state.model):
-            other = _read_manifest(checkpoint)["model_class"]
-            raise ValueError(f"{checkpoint} holds another model (a {other}) than the one that the recipe builds")
         try:
-            self._load_parts(checkpoint, state)
+            with self._ranks.together():
+                manifest = _read_manifest(checkpoint)
+                if not _holds(checkpoint, state.model):
+                    other = manifest["model_class"]
+                    raise ValueError(
+                        f"{checkpoint} holds another model (a {other}) than the one that the recipe builds"
+                    )
+            # Before there were several ranks, the manifest did not say how many.
+            self._load_parts(checkpoint, state, saved_ranks=manifest.get("ranks", 1))
         except _LOAD_ERRORS as error:
+            _reraise_interrupt(error)
             raise ValueError(
-                f"the checkpoint {checkpoint} cannot be restored: {_reason(error)}; if the recipe was not changed it "
-                "is damaged: remove it, or name another one with checkpoint.restore_from"
+                f"the checkpoint {checkpoint} cannot be restored: {self._reason(error)}; if the recipe was not changed "
+                "it is damaged: remove it, or name another one with checkpoint.restore_from"
             ) from error
 
-    def _load_parts(self, checkpoint: Path, state: RunState) -> None:
-        # First what may refuse the checkpoint: other data, another batch size.
-        state.step_scheduler.load_state_dict(_load(checkpoint / "step_scheduler.pt"))
-        state.dataloader.load_state_dict(_load(checkpoint / f"dataloader/dataloader_dp_rank_{self._rank}.pt"))
-        tensors.load_model(state.model, checkpoint / "model")
-        tensors.load_optimizer(state.model, state.optimizer, checkpoint / "optim")
-        # The random state last: nothing that runs after it may draw numbers.
-        state.rng.load_state_dict(_load(checkpoint / f"rng/rng_global_rank_{self._rank}.pt"))
+    def _load_parts(self, checkpoint: Path, state: RunState, *, saved_ranks: int) -> None:
+        ranks = self._ranks
+        with ranks.together():
+            # First what may refuse the checkpoint: other data, another batch size.
+            state.step_scheduler.load_state_dict(_load(checkpoint / "step_scheduler.pt"))
+            # The position is that of the whole job, the same in every file.
+            position = checkpoint / f"dataloader/dataloader_dp_rank_{self._data_rank}.pt"
+            position = position if position.is_file() else position.with_name("dataloader_dp_rank_0.pt")
+            state.dataloader.load_state_dict(_load(position))
+        tensors.load_model(state.model, checkpoint / "model", ranks=ranks)
+        tensors.load_optimizer(state.model, state.optimizer, checkpoint / "optim", ranks=ranks)
+        with ranks.together():
+            # The random state last: nothing that runs after it may draw numbers.
+            if ranks.rank < saved_ranks:
+                state.rng.load_state_dict(_load(checkpoint / f"rng/rng_global_rank_{ranks.rank}.pt"))
+            else:
+                state.rng.load_state_of_rank_zero(_load(checkpoint / "rng/rng_global_rank_0.pt"), rank=ranks.rank)
+        if ranks.is_main and ranks.size > saved_ranks:
+            logger.info(
+                "%s was saved by %d rank(s) and is restored on %d: the additional ones draw new random numbers",
+                checkpoint,
+                saved_ranks,
+                ranks.size,
+            )
 
     def save(self, state: RunState, *, losses: Mapping[str, float], final: bool) -> Path:
         """Write a checkpoint of the step that just ran, point LATEST (and LOWEST_VAL) to it, and drop old ones.
@@ -205,26 +271,57 @@ class Checkpointer:
             final: Whether this is the run's last checkpoint.
 
         Raises:
-            CheckpointSaveError: the disk is full or another write failed; earlier checkpoints are untouched.
+            CheckpointSaveError: the disk is full or another write failed, on whichever rank; every rank raises it, and
+                earlier checkpoints are untouched.
         """
+        ranks = self._ranks
         scheduler = state.step_scheduler.state_dict()
         directory = self.root / checkpoint_name(epoch=scheduler["epoch"], step=scheduler["step"])
         try:
-            self._make_room(directory, state.model)
+            with ranks.together():
+                if ranks.is_main:
+                    self._make_room(directory, state.model)
+            self._check_seen(directory)
             self._write(directory, state, losses=losses, final=final)
-            point_to(directory, LATEST)
-            self._follow_lowest(directory, losses)
+            with ranks.together():
+                if self._is_node_leader:
+                    _sync_tree(directory)
+            # Every rank's part is on the disk; only now may the checkpoint look like one.
+            with ranks.together():
+                if ranks.is_main:
+                    clear_checkpoint_incomplete(directory)
+                    point_to(directory, LATEST)
+                    self._follow_lowest(directory, losses)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
             _reraise_interrupt(error)
-            last = find_latest_checkpoint(self.root) if self.root.is_dir() else None
             raise CheckpointSaveError(
-                f"the checkpoint {directory} could not be written: {_reason(error)}; "
-                f"the last good checkpoint is {last if last is not None else 'none'}"
+                f"the checkpoint {directory} could not be written: {self._reason(error)}; "
+                f"the last good checkpoint is {self._last_good()}"
             ) from error
         keep = self._config.max_recent_checkpoints
-        if keep is not None:
+        if keep is not None and ranks.is_main:
             prune_checkpoints(self.root, keep=keep, is_ours=lambda path: _may_replace(path, state.model))
         return directory
+
+    def _check_seen(self, folder: Path) -> None:
+        """Check that all ranks see a folder that rank zero made; on one that does not, its part would be lost.
+
+        Raises:
+            FileNotFoundError: this rank does not see it; `PeerError` where another one does not.
+        """
+        with self._ranks.together():
+            if not folder.is_dir():
+                raise FileNotFoundError(
+                    f"the folder {folder}, which rank 0 made, is not there: checkpoint.checkpoint_dir must be on a "
+                    "filesystem that all ranks share"
+                )
+
+    def _last_good(self) -> str:
+        try:
+            last = find_latest_checkpoint(self.root)
+        except OSError as error:
+            return f"unknown ({error})"
+        return "none" if last is None else str(last)
 
     def _make_room(self, directory: Path, model: nn.Module) -> None:
         """Make an empty, marked directory; a complete checkpoint of another model that stands there is moved aside."""
@@ -243,13 +340,32 @@ class Checkpointer:
                 entry.unlink()
 
     def _write(self, directory: Path, state: RunState, *, losses: Mapping[str, float], final: bool) -> None:
-        tensors.save_model(state.model, directory / "model")
-        tensors.save_optimizer(state.model, state.optimizer, directory / "optim")
+        """Write everything, but leave the directory marked."""
+        ranks = self._ranks
+        tensors.save_model(state.model, directory / "model", ranks=ranks)
+        tensors.save_optimizer(state.model, state.optimizer, directory / "optim", ranks=ranks)
+        consolidated = None
         if self._config.wants_consolidated(final=final) and hasattr(state.model, "save_pretrained"):
-            save_for_transformers(state.model, state.tokenizer, directory / "model" / "consolidated")
+            consolidated = tensors.gather_model(state.model, ranks=ranks)
+        with ranks.together():
+            _save(state.rng.state_dict(), directory / f"rng/rng_global_rank_{ranks.rank}.pt")
+            _save(state.dataloader.state_dict(), directory / f"dataloader/dataloader_dp_rank_{self._data_rank}.pt")
+            if ranks.is_main:
+                self._write_common(directory, state, losses=losses, consolidated=consolidated)
+
+    def _write_common(
+        self,
+        directory: Path,
+        state: RunState,
+        *,
+        losses: Mapping[str, float],
+        consolidated: Mapping[str, Tensor] | None,
+    ) -> None:
+        """Write what there is once per job, the manifest last."""
+        if consolidated is not None:
+            folder = directory / "model" / "consolidated"
+            save_for_transformers(state.model, state.tokenizer, folder, state_dict=consolidated)
         scheduler = state.step_scheduler.state_dict()
-        _save(state.rng.state_dict(), directory / f"rng/rng_global_rank_{self._rank}.pt")
-        _save(state.dataloader.state_dict(), directory / f"dataloader/dataloader_dp_rank_{self._rank}.pt")
         _save(scheduler, directory / "step_scheduler.pt")
         (directory / "config.yaml").write_text(self._config_text, encoding="utf-8")
         _write_json(dict(losses), directory / "losses.json")
@@ -258,13 +374,12 @@ class Checkpointer:
             "version": FORMAT_VERSION,
             "step": scheduler["step"],
             "epoch": scheduler["epoch"],
-            "model_class": type(state.model).__name__,
+            "ranks": self._ranks.size,
+            "model_class": tensors.model_class_name(state.model),
             "model_signature": tensors.model_signature(state.model),
             "torch": torch.__version__,
         }
         _write_json(manifest, directory / MANIFEST)
-        _sync_tree(directory)
-        clear_checkpoint_incomplete(directory)
 
     def _follow_lowest(self, directory: Path, losses: Mapping[str, float]) -> None:
         value = _metric(losses, self._config.best_metric_key)
@@ -278,6 +393,17 @@ class Checkpointer:
                 return
         point_to(directory, LOWEST_VAL)
 
+    def _reason(self, error: BaseException) -> str:
+        """What went wrong, in a line, and on which rank if there are several."""
+        if isinstance(error, PeerError):
+            return str(error)
+        rank = self._ranks.rank
+        if isinstance(error, CheckpointException) and error.failures:
+            # PyTorch wraps the error of a rank in one that quotes its whole traceback.
+            rank, (error, _) = next(iter(error.failures.items()))
+        text = str(error) or type(error).__name__
+        return text if self._ranks.size == 1 else f"rank {rank} failed: {type(error).__name__}: {text}"
+
 
 def _reraise_interrupt(error: BaseException) -> None:
     """Raise the KeyboardInterrupt that PyTorch wrapped, if it is one."""
@@ -285,13 +411,6 @@ def _reraise_interrupt(error: BaseException) -> None:
         for inner, _ in error.failures.values():
             if isinstance(inner, KeyboardInterrupt):
                 raise inner
-
-
-def _reason(error: BaseException) -> str:
-    """What went wrong, in a line: PyTorch wraps the error of a rank in one that quotes its whole traceback."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return str(error) or type(error).__name__
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -331,11 +450,15 @@ def _free_name(directory: Path) -> Path:
 
 def _save(state: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path)
+    # By way of memory: PyTorch's own writer does not tell why it could not write.
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    path.write_bytes(buffer.getvalue())
 
 
 def _load(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    with tensors.reading(path):
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return state
 
 

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USAGE_ERROR
     if rest and options.command not in _WITH_OVERRIDES:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    options.started, options.overrides = started, rest
+    options.started, options.words, options.overrides = started, words, rest
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         status: int = importlib.import_module(f"automodel.cli.{options.command}").run(options)

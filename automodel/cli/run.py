@@ -3,23 +3,20 @@
 import argparse
 import difflib
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel.cli.complaints import complain
 from automodel.cli.output import say
+from automodel.cli.rank_run import INTERRUPTED, USAGE_ERROR, RankRun
 
 if TYPE_CHECKING:
     from automodel.config.loader import ConfigNode
-    from automodel.recipes.llm import TrainFinetuneRecipeForNextTokenPrediction as Recipe
+    from automodel.distributed.env import LaunchEnvironment
 
 __all__ = ["add_arguments", "run"]
 
 _OPTIONS = ("dry-run", "run-dir", "nproc-per-node", "traceback")
-_FAILED = 1
-_USAGE_ERROR = 2
-_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,25 +34,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of the run; one that exists is continued (default: a new one, runs/RECIPE_DATE-TIME)",
     )
-    parser.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="processes on this machine")
+    parser.add_argument(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="start N processes on this machine as ranks of one job (default: those that torchrun or Slurm started)",
+    )
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, or print the plan; returns the exit status."""
-    with ExitStack() as stack:
-        try:
-            config = _load(args)
-            with config.hiding_values():
-                if args.dry_run:
-                    return _print_plan(config, args)
-                recipe = _set_up(config, args, stack)
-        except KeyboardInterrupt:
-            return complain(KeyboardInterrupt("interrupted"), status=_INTERRUPTED, with_traceback=False)
-        except Exception as error:  # noqa: BLE001 - a border: until the job stands, every error is about its recipe
-            return complain(error, status=_USAGE_ERROR, with_traceback=args.traceback)
-        with config.hiding_values():
-            return _train(recipe, args)
+    """Train, in this process or in several, or print the plan; returns the exit status."""
+    from automodel.distributed.env import read_launch_environment
+
+    try:
+        launch = read_launch_environment()
+        processes = _count_processes(args.nproc_per_node, launch)
+    except ValueError as error:
+        return complain(error, status=USAGE_ERROR, with_traceback=args.traceback)
+    if args.dry_run:
+        return _print_plan(args, processes) if launch.rank == 0 else 0
+    if processes > 1 and launch.launcher is None:
+        return _start_ranks(args, processes)
+    return RankRun(args, launch).run(lambda: _load(args))
+
+
+def _count_processes(wanted: int | None, launch: "LaunchEnvironment") -> int:
+    """Return the number of ranks of the job.
+
+    Raises:
+        ValueError: --nproc-per-node is not positive, or a launcher has started another number of processes.
+    """
+    if wanted is None:
+        return launch.world_size
+    if wanted < 1:
+        raise ValueError(f"--nproc-per-node must be positive, got {wanted}")
+    if launch.launcher is None:
+        return wanted
+    if wanted != launch.local_world_size:
+        here = "" if launch.local_world_size is None else f", {launch.local_world_size} on this machine"
+        raise ValueError(
+            f"--nproc-per-node {wanted} is not what {launch.launcher} has started: its variables make this process "
+            f"rank {launch.rank} of {launch.world_size}{here}; leave the option out"
+        )
+    return launch.world_size
+
+
+def _start_ranks(args: argparse.Namespace, processes: int) -> int:
+    """Run the same command in several processes on this machine, once its words are known to be right."""
+    try:
+        _load(args)
+        from automodel.distributed.launcher import launch_ranks
+
+        outcome = launch_ranks(args.words, processes=processes)
+    except KeyboardInterrupt:
+        return complain(KeyboardInterrupt("interrupted"), status=INTERRUPTED, with_traceback=False)
+    except Exception as error:  # noqa: BLE001 - a border: the recipe cannot be read, or no process started
+        return complain(error, status=USAGE_ERROR, with_traceback=args.traceback)
+    if outcome.message is not None:
+        complain(RuntimeError(outcome.message), status=outcome.status, with_traceback=None)
+    return outcome.status
 
 
 def _refuse_misspelt_options(words: Sequence[str]) -> None:
@@ -71,57 +109,24 @@ def _load(args: argparse.Namespace) -> "ConfigNode":
     """Read the recipe and apply the overrides; imports neither torch nor transformers."""
     from automodel.config.loader import load_yaml_config
     from automodel.config.overrides import apply_overrides, parse_overrides
-    from automodel.config.sections import NotAvailableYetError
     from automodel.recipes.catalogue import find_recipe
 
-    if args.nproc_per_node != 1:
-        raise NotAvailableYetError(f"--nproc-per-node {args.nproc_per_node} is not available yet: one process only")
     _refuse_misspelt_options(args.overrides)
     config = load_yaml_config(find_recipe(args.recipe))
     apply_overrides(config, parse_overrides(args.overrides))
     return config
 
 
-def _print_plan(config: "ConfigNode", args: argparse.Namespace) -> int:
-    from automodel.recipes.plan import make_plan
-
-    for line in make_plan(config, run_dir=args.run_dir).lines():
-        say(line)
-    return 0
-
-
-def _set_up(config: "ConfigNode", args: argparse.Namespace, stack: ExitStack) -> "Recipe":
-    """Build the job in its folder, which stays locked until `stack` closes."""
-    from automodel.observe.run_folder import RunFolder
-    from automodel.observe.timeline import Timeline
-    from automodel.recipes.sections import find_recipe_class
-
-    recipe: Recipe = find_recipe_class(config)(config, timeline=Timeline(started=args.started))
-    if args.run_dir is not None:
-        folder = RunFolder(args.run_dir)
-    else:
-        folder = RunFolder.make_new(Path("runs"), Path(args.recipe).stem)
-    stack.enter_context(folder)
-    # Closed before the folder is, so that an empty folder for checkpoints does not keep it alive.
-    stack.callback(recipe.close)
-    say(f"run folder: {folder.path}{' (continued)' if folder.is_continued else ''}")
-    recipe.setup(folder)
-    return recipe
-
-
-def _train(recipe: "Recipe", args: argparse.Namespace) -> int:
-    """Run the loop. An error that it does not announce is one of the program, and keeps its traceback."""
-    from automodel.checkpoint.store import CheckpointSaveError
-    from automodel.training.loss import NonFiniteLossError
-
+def _print_plan(args: argparse.Namespace, processes: int) -> int:
     try:
-        outcome = recipe.run_train_validation_loop()
-    except (NonFiniteLossError, CheckpointSaveError) as error:
-        return complain(error, status=_FAILED, with_traceback=args.traceback)
+        config = _load(args)
+        with config.hiding_values():
+            from automodel.recipes.plan import make_plan
+
+            for line in make_plan(config, run_dir=args.run_dir, world_size=processes).lines():
+                say(line)
     except KeyboardInterrupt:
-        second = KeyboardInterrupt("interrupted twice; the last checkpoint is the one before")
-        return complain(second, status=_INTERRUPTED, with_traceback=False)
-    losses = ", ".join(f"{name} {value:.4f}" for name, value in outcome.losses.items())
-    say(f"{outcome.status}: {outcome.steps_run} steps run{', ' + losses if losses else ''}")
-    say(f"report: {outcome.report}")
+        return complain(KeyboardInterrupt("interrupted"), status=INTERRUPTED, with_traceback=False)
+    except Exception as error:  # noqa: BLE001 - a border: every error of a plan is about its recipe
+        return complain(error, status=USAGE_ERROR, with_traceback=args.traceback)
     return 0

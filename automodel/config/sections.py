@@ -249,7 +249,7 @@ def _checked(container: Any, key: Any, hint: Any, path: str) -> Any:
         return _checked_union(container, key, hint, path)
     if origin is Literal:
         if not _is_one_of(value, get_args(hint)):
-            raise _refused(container, key, path, "one of " + ", ".join(repr(choice) for choice in get_args(hint)))
+            raise _refused(container, key, path, str(_describe_hint(hint)))
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
@@ -280,16 +280,31 @@ def _refused(container: Any, key: Any, path: str, expected: str) -> ValueError:
 
 
 def _checked_union(container: Any, key: Any, hint: Any, path: str) -> Any:
-    if container[key] is None and type(None) in get_args(hint):
+    value = container[key]
+    choices = [choice for choice in get_args(hint) if choice is not type(None)]
+    if value is None and len(choices) < len(get_args(hint)):
         return None
+    if isinstance(value, ConfigNode | Mapping):
+        # What is wrong inside a mapping says more than that it is none of the other types.
+        choices = [choice for choice in choices if dataclasses.is_dataclass(choice)] or choices
     errors: list[Exception] = []
-    for choice in get_args(hint):
-        if choice is type(None):
-            continue
+    for choice in choices:
         try:
             return _checked(container, key, choice, path)
         except NotAvailableYetError:
             raise
         except (TypeError, ValueError) as error:
             errors.append(error)
-    raise errors[0]
+    expected = {choice: _describe_hint(choice) for choice in choices}
+    if len(errors) == 1 or None in expected.values():
+        raise errors[0]
+    raise _refused(container, key, path, ", or ".join(text for text in expected.values() if text is not None))
+
+
+def _describe_hint(hint: Any) -> str | None:
+    """What a value of a type looks like, for a message; None where only its own check can tell."""
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(hint))
+    if dataclasses.is_dataclass(hint) or hint is ConfigNode:
+        return "a mapping"
+    return _TYPE_NAMES.get(hint)

@@ -1,19 +1,16 @@
 """A data loader whose position can be saved and taken up again exactly."""
 
 import hashlib
-import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from automodel.data.collate import default_collater
+from automodel.data.collate import IGNORE_INDEX, default_collater
 
 __all__ = ["StatefulDataLoader"]
-
-logger = logging.getLogger(__name__)
 
 _STATE_VERSION = 1
 
@@ -26,20 +23,22 @@ class StatefulDataLoader:
     Order: with `shuffle`, epoch e has its own permutation, drawn from `seed` and e alone; no global random state is
     read or advanced. The epoch's samples are cut into global batches of `batch_size * world_size` consecutive samples,
     and rank r gets the r-th of `world_size` consecutive parts of each. So the samples of a global batch do not depend
-    on how many ranks share it, and all ranks have equally many batches. Without `drop_last` the last global batch may
-    be smaller; it is divided as evenly as possible, and left out (which a warning tells) if it has fewer samples than
-    there are ranks.
+    on how many ranks share it, and all ranks have equally many batches. With `drop_last` an incomplete last global
+    batch is left out. Without, every sample is handed out: the last global batch is divided as evenly as possible, and
+    a rank for which no sample is left gets a stand-in, made of one sample of that global batch, whose `labels` are all
+    `IGNORE_INDEX`. So that rank takes part in every forward pass and adds nothing to a sum over label tokens.
 
     Epochs: an iteration always runs the epoch that `set_epoch` or `load_state_dict` chose last (0 at first), from its
     beginning. Only the first iteration after `load_state_dict` starts where the state says. Nothing but `set_epoch`
     moves on to the next epoch; a trainer calls it before each one. Iterate one iterator at a time.
 
     A batch is the mapping that `collate_fn` returns, as a dict, with `sample_indices` added: the list of the dataset
-    indices that it was made of.
+    indices that it was made of, which is empty for a stand-in.
 
     Attributes:
         dataset: the dataset.
         batch_size: samples per batch on this rank.
+        drop_last: whether an incomplete last global batch is left out.
         epoch: the epoch that an iteration runs.
         batches_seen: batches of that epoch that were handed out so far, those skipped by a resume included.
     """
@@ -66,8 +65,8 @@ class StatefulDataLoader:
         `persistent_workers` are those of torch's DataLoader.
 
         Raises:
-            ValueError: the dataset is an iterable one (not available yet) or too small for a single batch, an argument
-                is out of range, or torch's DataLoader refuses the combination.
+            ValueError: the dataset is an iterable one (not available yet), empty, or with `drop_last` too small for a
+                single global batch; an argument is out of range, or torch's DataLoader refuses the combination.
         """
         if isinstance(dataset, IterableDataset) or not (
             hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -78,6 +77,7 @@ class StatefulDataLoader:
             )
         self.dataset = dataset
         self.batch_size = batch_size
+        self.drop_last = drop_last
         self.epoch = 0
         self.batches_seen = 0
         self._start = 0
@@ -114,6 +114,8 @@ class StatefulDataLoader:
 
         Raises:
             TypeError: `collate_fn` returned something other than a mapping.
+            ValueError: the last global batch has fewer samples than there are ranks, and `collate_fn` returned no
+                tensor `labels` for it. All ranks find that at the same batch, those with samples included.
         """
         start, self._start = self._start, 0
         self.batches_seen = start
@@ -154,7 +156,8 @@ class StatefulDataLoader:
         """Take up a position that `state_dict` returned: the next iteration goes on with the batch after it.
 
         The number of workers may differ; so may batch size and number of ranks if the samples that were handed out are
-        whole batches here, too.
+        whole global batches here, too. They are after each step of a run whose samples per step are a multiple of
+        `batch_size * world_size` before and now.
 
         Raises:
             ValueError: the state is not one of this loader, or it belongs to another dataset, seed or order. Nothing
@@ -186,11 +189,24 @@ class StatefulDataLoader:
         for position, (indices, batch) in enumerate(batches, start + 1):
             if not isinstance(batch, Mapping):
                 raise TypeError(f"collate_fn must return a mapping, got {type(batch).__name__}")
+            handed_out = {**batch, "sample_indices": indices}
+            if self._sampler.idle_ranks and position == len(self):
+                # Ranks with samples check, too: one that went on alone would wait for the others' collectives.
+                ignored = _ignored_labels(batch, self._sampler)
+                if not indices:
+                    handed_out["labels"] = ignored
             self.batches_seen = position
-            yield {**batch, "sample_indices": indices}
+            yield handed_out
 
 
-class _GlobalBatchSampler(Sampler[list[int]]):
+class _Part(NamedTuple):
+    """This rank's samples of a global batch, and the sample that stands in where it has none."""
+
+    samples: list[int]
+    stand_in: int
+
+
+class _GlobalBatchSampler(Sampler[_Part]):
     """Yields this rank's part of each global batch of one epoch; see StatefulDataLoader for the order."""
 
     def __init__(
@@ -220,22 +236,20 @@ class _GlobalBatchSampler(Sampler[list[int]]):
         self.start = 0
         self._global_batch = batch_size * world_size
         full, rest = divmod(num_samples, self._global_batch)
-        keep_rest = not drop_last and rest >= world_size
+        keep_rest = rest > 0 and not drop_last
         self._num_batches = full + 1 if keep_rest else full
+        # Of the last batch; in all others every rank has samples.
+        self.idle_ranks = max(0, world_size - rest) if keep_rest else 0
         if not self._num_batches:
             raise ValueError(
                 f"dataset has {num_samples} samples, too few for one batch: batch_size {batch_size}, "
                 f"world_size {world_size}, drop_last {drop_last}"
             )
-        if rest and not keep_rest and not drop_last:
-            logger.warning(
-                "the last %d of %d samples are left out: %d ranks cannot share them", rest, num_samples, world_size
-            )
 
     def __len__(self) -> int:
         return self._num_batches
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[_Part]:
         return self._batches(self._order(), self.start)
 
     def batches_of(self, samples: int) -> int | None:
@@ -252,22 +266,40 @@ class _GlobalBatchSampler(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(_mix(self.seed, self.epoch))
         return torch.randperm(self.num_samples, generator=generator)
 
-    def _batches(self, order: torch.Tensor, start: int) -> Iterator[list[int]]:
+    def _batches(self, order: torch.Tensor, start: int) -> Iterator[_Part]:
         for batch in range(start, self._num_batches):
             samples = order[batch * self._global_batch : (batch + 1) * self._global_batch].tolist()
             first, end = (len(samples) * part // self.world_size for part in (self.rank, self.rank + 1))
-            yield samples[first:end]
+            yield _Part(samples[first:end], samples[0])
 
 
 class _BatchDataset(Dataset[tuple[list[int], Mapping[str, Any]]]):
-    """A dataset whose index is a list of samples and whose item is that list and the collated batch."""
+    """A dataset whose index is a rank's part and whose item is the list of its samples and the collated batch."""
 
     def __init__(self, dataset: Dataset[Any] | Sequence[Any], collate: Collate) -> None:
         self._dataset = dataset
         self._collate = collate
 
-    def __getitem__(self, indices: list[int]) -> tuple[list[int], Mapping[str, Any]]:
-        return indices, self._collate([self._dataset[index] for index in indices])
+    def __getitem__(self, part: _Part) -> tuple[list[int], Mapping[str, Any]]:
+        return part.samples, self._collate([self._dataset[index] for index in part.samples or [part.stand_in]])
+
+
+def _ignored_labels(batch: Mapping[str, Any], sampler: _GlobalBatchSampler) -> torch.Tensor:
+    """Return labels like those of the batch, of which none counts.
+
+    Raises:
+        ValueError: the batch has no tensor `labels`.
+    """
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor):
+        got = f"a {type(labels).__name__}" if "labels" in batch else f"only {list(batch)}"
+        raise ValueError(
+            f"collate_fn must return a tensor `labels`, got {got}: "
+            f"{sampler.idle_ranks} of {sampler.world_size} ranks have no sample of the last global batch "
+            f"({sampler.num_samples} samples, batch_size {sampler.batch_size}) and need labels to mask; "
+            "drop_last leaves that batch out"
+        )
+    return torch.full_like(labels, IGNORE_INDEX)
 
 
 def _leave_stop_signals_to_the_trainer(worker: int) -> None:

@@ -6,6 +6,7 @@ Hub repository a load selects (`automodel.models.commit`) and read everything el
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
@@ -25,7 +26,13 @@ from automodel.models.config_overrides import known_names, refuse_misspelt, repo
 from automodel.models.dtypes import parse_dtype
 from automodel.models.resolution import ConfigSource, as_config, config_for_weights, load_config, set_for_training
 
-__all__ = ["NeMoAutoConfig", "NeMoAutoModelForCausalLM", "build_on_meta", "quiet_kernel_fallbacks"]
+__all__ = [
+    "NeMoAutoConfig",
+    "NeMoAutoModelForCausalLM",
+    "build_on_meta",
+    "is_transformers_class",
+    "quiet_kernel_fallbacks",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +176,8 @@ class NeMoAutoModelForCausalLM:
         )
         set_for_training(resolved, kwargs, text_config, output_hidden_states)
         if torch.get_default_device().type == "meta":
-            return _build(resolved, dtype=parameter_dtype, attn_implementation=attn_implementation, code=code)
+            built = _build(resolved, dtype=parameter_dtype, attn_implementation=attn_implementation, code=code)
+            return _with_loaded_dtypes(built)
         if commit is not None:
             hub["revision"] = commit
         if attn_implementation is not None:
@@ -268,7 +276,7 @@ def build_on_meta(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     owner = getattr(factory, "__self__", None)
     with torch.device("meta"), quiet_kernel_fallbacks():
         # transformers refuses to load weights onto the meta device; our own class method reads none there.
-        if getattr(factory, "__name__", "") == "from_pretrained" and _is_transformers_class(owner):
+        if getattr(factory, "__name__", "") == "from_pretrained" and is_transformers_class(owner):
             return _upstream_on_meta(owner, **arguments)
         return factory(**arguments)
 
@@ -324,7 +332,8 @@ def _brings_its_class(config: PreTrainedConfig) -> bool:
     return first is None or first.__module__.startswith("transformers.")
 
 
-def _is_transformers_class(owner: object) -> bool:
+def is_transformers_class(owner: object) -> bool:
+    """Whether `owner` is a class of transformers, or a model class that is built on its own."""
     return isinstance(owner, type) and (
         issubclass(owner, PreTrainedModel) or owner.__module__.partition(".")[0] == "transformers"
     )
@@ -337,12 +346,24 @@ def _upstream_on_meta(owner: Any, pretrained_model_name_or_path: str | PathLike[
     config = arguments.pop("config", None)
     if config is None:
         config = AutoConfig.from_pretrained(pretrained_model_name_or_path, **arguments)
-    if not issubclass(owner, PreTrainedModel):
-        trust = arguments.get("trust_remote_code")
-        built = owner.from_config(copy.deepcopy(config), trust_remote_code=trust)
+    options: dict[str, Any] = {"dtype": dtype or config.dtype or torch.float32}
+    if arguments.get("attn_implementation") is not None:
+        options["attn_implementation"] = arguments["attn_implementation"]
+    if issubclass(owner, PreTrainedModel):
+        built = owner._from_config(copy.deepcopy(config), **options)
     else:
-        built = owner(copy.deepcopy(config))
-    return built.to(dtype or config.dtype or torch.float32)
+        trust = arguments.get("trust_remote_code")
+        built = owner.from_config(copy.deepcopy(config), trust_remote_code=trust, **options)
+    return _with_loaded_dtypes(built)
+
+
+def _with_loaded_dtypes(model: PreTrainedModel) -> PreTrainedModel:
+    """Make float32, in place, what transformers keeps in float32 when it loads a checkpoint, such as routers."""
+    patterns = [glob.replace("*", ".*") for glob in model._get_dtype_plan(model.dtype)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(re.search(pattern, name) for pattern in patterns):
+            tensor.data = tensor.data.float()
+    return model
 
 
 def _one_dtype(torch_dtype: str | torch.dtype | None, dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -1,5 +1,6 @@
 """Sample completions, to see what a model has learned."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,14 @@ __all__ = ["complete"]
 
 @torch.no_grad()
 def complete(
-    model: nn.Module, tokenizer: Any, prompt: str, *, max_new_tokens: int = 48, temperature: float = 0.7, seed: int = 0
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int = 48,
+    temperature: float = 0.7,
+    seed: int = 0,
+    choose: Callable[[int], int] = lambda token: token,
 ) -> str:
     """Return `prompt` with the text that the model continues it by.
 
@@ -26,6 +34,8 @@ def complete(
         max_new_tokens: The longest continuation.
         temperature: Positive; lower is more certain.
         seed: Of the draws.
+        choose: Gets the id of each token that was drawn and returns the one to go on with. Ranks that hold a model
+            together call this function together, and pass one that returns the same token on all of them.
 
     Raises:
         ValueError: the prompt holds no token, or the temperature is not positive.
@@ -43,10 +53,12 @@ def complete(
         with quiet_kernel_fallbacks():
             for _ in range(max_new_tokens):
                 logits = model(input_ids=ids, use_cache=False).logits[0, -1].float().cpu()
-                token = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
-                if int(token) == tokenizer.eos_token_id:
+                token = choose(
+                    int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
+                )
+                if token == tokenizer.eos_token_id:
                     break
-                ids = torch.cat([ids, token.to(device)[None]], dim=1)
+                ids = torch.cat([ids, torch.tensor([[token]], device=device)], dim=1)
     finally:
         model.train(was_training)
     text: str = tokenizer.decode(ids[0])

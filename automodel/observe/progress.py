@@ -38,14 +38,14 @@ class Progress:
 
     def __init__(
         self,
-        stream: TextIO,
+        stream: TextIO | None,
         *,
         first_step: int,
         last_step: int,
         interval_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to show the steps `first_step` to `last_step`, both included.
+        """Begin to show the steps `first_step` to `last_step`, both included; nothing is shown where `stream` is None.
 
         Raises:
             ValueError: `last_step` lies more than one before `first_step`, or `interval_seconds` is negative.
@@ -54,8 +54,8 @@ class Progress:
             raise ValueError(f"last_step must be at least first_step - 1 = {first_step - 1}, got {last_step}")
         if interval_seconds < 0:
             raise ValueError(f"interval_seconds must not be negative, got {interval_seconds}")
-        self._stream: TextIO | None = stream
-        self._live = stream.isatty()
+        self._stream = stream
+        self._live = stream is not None and stream.isatty()
         self._first_step = first_step
         self._last_step = last_step
         self._interval_seconds = interval_seconds

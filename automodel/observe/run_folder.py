@@ -1,6 +1,7 @@
 """The folder that a run leaves behind: where each file is, how it is named, and who may write in it."""
 
 import contextlib
+import socket
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,9 @@ CONFIG_HEADER = "# automodel run configuration, version 1; secrets are placehold
 
 
 class RunFolder:
-    """One run's folder; it is locked against a second process until `close`, or until this process ends.
+    """One run's folder; it is locked against a second run until `close`, or until this process ends.
+
+    Of several ranks of a run, rank zero makes the folder and locks it, and the others `join` it.
 
     Attributes:
         path: The folder.
@@ -29,9 +32,7 @@ class RunFolder:
             OSError: it cannot be made or written.
             FolderBusyError: another process is training in it.
         """
-        self._lock = FolderLock(path)
-        self.path = path
-        self.is_continued = self.config_file.exists()
+        self._take(path, lock=FolderLock(path))
 
     def __enter__(self) -> Self:
         return self
@@ -56,6 +57,26 @@ class RunFolder:
                 if not folder.is_continued:
                     return folder
                 folder.close()
+
+    @classmethod
+    def join(cls, path: Path) -> Self:
+        """Open the folder that another rank of this run has made and locked.
+
+        Raises:
+            FileNotFoundError: this machine does not see it.
+        """
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"the run folder {path}, which rank 0 made, is not there on {socket.gethostname()}; all ranks need it"
+            )
+        folder = cls.__new__(cls)
+        folder._take(path, lock=None)
+        return folder
+
+    def _take(self, path: Path, *, lock: FolderLock | None) -> None:
+        self._lock = lock
+        self.path = path
+        self.is_continued = self.config_file.exists()
 
     @property
     def config_file(self) -> Path:
@@ -82,10 +103,15 @@ class RunFolder:
         """The checkpoints, unless the recipe puts them elsewhere."""
         return self.path / "checkpoints"
 
+    def rank_log(self, rank: int) -> Path:
+        """What a rank other than zero writes to its standard streams."""
+        return self.path / "logs" / f"rank_{rank}.log"
+
     def write_config(self, text: str) -> None:
         """Save the redacted configuration."""
         replace_file(self.config_file, (CONFIG_HEADER + text).encode())
 
     def close(self) -> None:
         """Let another process use the folder; a new one in which nothing was left is removed."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()

@@ -4,18 +4,22 @@ import gc
 import logging
 import math
 import resource
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from automodel.checkpoint.directories import find_latest_checkpoint
 from automodel.checkpoint.store import Checkpointer, CheckpointSaveError, RunState
+from automodel.distributed.config import describe_ranks
+from automodel.distributed.mesh import Mesh
+from automodel.distributed.strategy import Strategy
 from automodel.models.auto import quiet_kernel_fallbacks
 from automodel.models.generation import complete
 from automodel.models.inspection import summarize_parameters
@@ -25,12 +29,11 @@ from automodel.observe.progress import Progress
 from automodel.observe.report import write_report
 from automodel.observe.run_folder import RunFolder
 from automodel.observe.timeline import PhaseClock, Timeline
-from automodel.recipes.parts import Data
+from automodel.recipes.parts import Data, Stepping
 from automodel.recipes.sections import RecipeSections
 from automodel.training.loss import NonFiniteLossError
 from automodel.training.signals import StopSignals
-from automodel.training.step import StepResult, TrainStep, evaluate
-from automodel.training.step_scheduler import StepScheduler
+from automodel.training.step import StepResult, evaluate
 
 __all__ = ["RunOutcome", "TrainingJob", "TrainingLoop"]
 
@@ -41,19 +44,23 @@ _NAMED_FILES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """Everything that the loop works with, built and restored."""
+    """Everything that the loop works with, built and restored, on one rank.
+
+    `module` is what to call in training: the model of `state`, or a wrapper around it.
+    """
 
     sections: RecipeSections
     folder: RunFolder
     config_text: str
     timeline: Timeline
-    stream: TextIO
+    stream: TextIO | None
     device: torch.device
     dtype: torch.dtype
+    mesh: Mesh
+    strategy: Strategy
+    module: nn.Module
     data: Data
-    loss_fn: Callable[..., Tensor]
-    train_step: TrainStep
-    scheduler: StepScheduler
+    stepping: Stepping
     state: RunState
     checkpointer: Checkpointer | None
     restored_from: Path | None
@@ -75,14 +82,16 @@ class RunOutcome:
 
 
 class TrainingLoop:
-    """Runs a job once."""
+    """Runs a job once. All ranks run the same steps; rank zero alone writes metrics and the report."""
 
     def __init__(self, job: TrainingJob) -> None:
         """Prepare to run `job`; nothing is written yet."""
         self._job = job
-        self._scheduler = job.scheduler
+        self._scheduler = job.stepping.scheduler
         self._outcome = RunOutcome(checkpoint=job.restored_from, report=job.folder.report_file)
         self._signals = StopSignals()
+        self._stop: signal.Signals | None = None
+        self._world = job.mesh.world
         self._clock = PhaseClock()
         self._started = time.monotonic()
 
@@ -98,8 +107,9 @@ class TrainingLoop:
             stack.enter_context(self._signals)
             if job.device.type == "cpu":
                 stack.enter_context(quiet_kernel_fallbacks())
-            self._training = stack.enter_context(MetricsWriter(job.folder.training_file))
-            self._validation = stack.enter_context(MetricsWriter(job.folder.validation_file))
+            if self._world.is_main:
+                self._training = stack.enter_context(MetricsWriter(job.folder.training_file))
+                self._validation = stack.enter_context(MetricsWriter(job.folder.validation_file))
             last_step = max(scheduler.total_steps - 1, scheduler.step)
             self._progress = Progress(job.stream, first_step=scheduler.step + 1, last_step=last_step)
             stack.callback(self._progress.close)
@@ -129,13 +139,15 @@ class TrainingLoop:
             with job.timeline.phase("first validation"):
                 self._validate()
         for batches in self._batches():
-            if self._stop_before_step():
+            if self._outcome.steps_run == 0 and self._agree_to_stop():
+                # There is nothing to save yet.
+                self._outcome.status = f"stopped by {self._stop_name} before the first step"
                 return
             with job.timeline.phase("first step") if self._outcome.steps_run == 0 else nullcontext():
                 result = self._step(batches)
             self._after_step(result)
-            if self._signals.received is not None:
-                self._outcome.status = f"stopped by {self._signals.received.name}"
+            if self._stop is not None:
+                self._outcome.status = f"stopped by {self._stop_name}"
                 return
         self._complete_sample()
         self._outcome.status = "finished"
@@ -143,7 +155,8 @@ class TrainingLoop:
     def _complete_earlier_end(self) -> None:
         """Make up for the validation and the sample that an interruption after the last step left out."""
         self._outcome.status = "already complete"
-        validated = [row["step"] for row in read_rows(self._job.folder.validation_file)]
+        rows = self._world.broadcast(read_rows(self._job.folder.validation_file) if self._world.is_main else [])
+        validated = [row["step"] for row in rows]
         at_end = self._scheduler.step == self._scheduler.total_steps - 1
         if not at_end or self._job.data.validation_loader is None or self._scheduler.step in validated:
             return
@@ -152,12 +165,19 @@ class TrainingLoop:
             self._save()
             self._complete_sample()
 
-    def _stop_before_step(self) -> bool:
-        """Whether a signal came before the first step, when there is nothing to save."""
-        if self._signals.received is None or self._outcome.steps_run > 0:
-            return False
-        self._outcome.status = f"stopped by {self._signals.received.name} before the first step"
-        return True
+    def _agree_to_stop(self) -> bool:
+        """Whether any rank has received a stop signal; all ranks ask at the same places, and stop at the same one."""
+        if self._stop is None:
+            self._set_stop(self._world.max([self._signals.received or 0])[0])
+        return self._stop is not None
+
+    def _set_stop(self, number: float) -> None:
+        """Note the number of the signal that some rank received, 0 for none."""
+        self._stop = signal.Signals(int(number)) if number else None
+
+    @property
+    def _stop_name(self) -> str:
+        return "" if self._stop is None else self._stop.name
 
     def _batches(self) -> Iterator[list[dict[str, Any]]]:
         """The micro-batches of each step that is left, the wait for them timed."""
@@ -172,11 +192,15 @@ class TrainingLoop:
     def _step(self, batches: list[dict[str, Any]]) -> StepResult:
         step = self._scheduler.step
         began = time.monotonic()
-        result = self._job.train_step.run(batches, step=step, phase=self._clock.phase)
+        result = self._job.stepping.train_step.run(batches, step=step, phase=self._clock.phase)
         seconds = self._clock.take()
         if not result.applied:
             self._handle_nonfinite(result, batches)
-        time_step = time.monotonic() - began + seconds.get("data", 0.0)
+        spent = [seconds.get(phase, 0.0) for phase in ("data", "forward", "backward", "optimizer")]
+        mine = [self._signals.received or 0, self._peak_memory(), *spent, time.monotonic() - began + spent[0]]
+        # The slowest rank is what everybody waited for, and a signal to one rank stops all.
+        stop, memory, data, forward, backward, update, time_step = self._world.max(mine)
+        self._set_stop(stop)
         row = TrainingRow(
             step=step,
             epoch=self._scheduler.epoch,
@@ -184,21 +208,22 @@ class TrainingLoop:
             loss=_finite(result.loss),
             grad_norm=_finite(result.grad_norm),
             lr=result.lr,
-            mem=self._peak_memory(),
+            mem=memory,
             tps=result.num_tokens / time_step,
-            tps_per_gpu=result.num_tokens / time_step,
+            tps_per_gpu=result.num_tokens / time_step / self._world.size,
             mfu=None,
             num_tokens_per_step=result.num_tokens,
             num_label_tokens=result.num_label_tokens,
-            time_data=seconds.get("data", 0.0),
-            time_forward=seconds.get("forward", 0.0),
-            time_backward=seconds.get("backward", 0.0),
-            time_optimizer=seconds.get("optimizer", 0.0),
+            time_data=data,
+            time_forward=forward,
+            time_backward=backward,
+            time_optimizer=update,
             time_step=time_step,
             skipped=not result.applied,
         )
         self._outcome.steps_run += 1
-        self._training.append(row)
+        if self._world.is_main:
+            self._training.append(row)
         self._progress.step(row)
         return result
 
@@ -206,9 +231,9 @@ class TrainingLoop:
         """Validate, save and collect garbage where that is due; a stop signal brings a checkpoint too."""
         scheduler = self._scheduler
         self._outcome.losses = {"train_loss": result.loss} if result.applied else {}
-        if scheduler.is_validation_due and self._signals.received is None:
+        if scheduler.is_validation_due and self._stop is None:
             self._validate(lr=result.lr)
-        if scheduler.is_checkpoint_due or self._signals.received is not None:
+        if scheduler.is_checkpoint_due or self._stop is not None:
             self._save()
         if scheduler.is_gc_due:
             gc.collect()
@@ -216,13 +241,15 @@ class TrainingLoop:
     def _handle_nonfinite(self, result: StepResult, batches: list[dict[str, Any]]) -> None:
         """Stop, or say what is skipped: a loss or gradient norm was NaN or infinite, and nothing was updated."""
         job = self._job
-        files = _source_files(job.data.dataset, batches)
+        by_rank = self._world.all_gather(_source_files(job.data.dataset, batches))
+        files = list(dict.fromkeys(file for files in by_rank for file in files))
         named = ", ".join(files[:_NAMED_FILES]) or "unknown"
         more = f" and {len(files) - _NAMED_FILES} more" if len(files) > _NAMED_FILES else ""
         step, total = self._scheduler.step, self._scheduler.total_steps
         what = f"step {step + 1}/{total}: the loss is {result.loss}, the gradient norm {result.grad_norm}"
         if job.sections.step_scheduler.nonfinite_loss == "skip":
-            logger.warning("%s; the batch is skipped (files: %s%s)", what, named, more)
+            if self._world.is_main:
+                logger.warning("%s; the batch is skipped (files: %s%s)", what, named, more)
             return
         last = None if job.checkpointer is None else find_latest_checkpoint(job.checkpointer.root)
         raise NonFiniteLossError(
@@ -236,30 +263,32 @@ class TrainingLoop:
             return
         began = time.monotonic()
         evaluation = evaluate(
-            job.state.model,
-            job.loss_fn,
+            job.module,
+            job.stepping.loss_fn,
             job.data.validation_loader,
-            dtype=job.dtype,
+            strategy=job.strategy,
+            data_ranks=job.mesh.data,
             device=job.device,
-            should_stop=lambda: self._signals.received is not None,
+            should_stop=self._agree_to_stop,
         )
         if evaluation is None:
             return
-        seconds = time.monotonic() - began
+        memory, seconds = self._world.max([self._peak_memory(), time.monotonic() - began])
         row = ValidationRow(
             step=self._scheduler.step,
             epoch=self._scheduler.epoch,
             timestamp=utc_timestamp(),
             val_loss=_finite(evaluation.loss),
             lr=lr,
-            mem=self._peak_memory(),
+            mem=memory,
             tps=evaluation.num_label_tokens / seconds,
             num_label_tokens=evaluation.num_label_tokens,
             time_validation=seconds,
         )
         if math.isfinite(evaluation.loss):
             self._outcome.losses["val_loss"] = evaluation.loss
-        self._validation.append(row)
+        if self._world.is_main:
+            self._validation.append(row)
         self._progress.validation(row)
 
     def _save(self) -> None:
@@ -280,7 +309,8 @@ class TrainingLoop:
         if prompt is None or job.state.tokenizer is None:
             return
         try:
-            self._outcome.sample = complete(job.state.model, job.state.tokenizer, prompt)
+            # Every rank takes part, since a sharded model is gathered for each token; rank zero's tokens count.
+            self._outcome.sample = complete(job.state.model, job.state.tokenizer, prompt, choose=self._world.broadcast)
         except Exception:
             logger.exception("no sample completion of %r", prompt)
         else:
@@ -295,6 +325,8 @@ class TrainingLoop:
     def _report(self) -> None:
         """Write the page; it tells about the run, so that a failure to write it must not change how the run ends."""
         job, outcome = self._job, self._outcome
+        if not self._world.is_main:
+            return
         try:
             write_report(
                 job.folder.report_file,
@@ -319,6 +351,7 @@ class TrainingLoop:
             "Model": type(model).__name__,
             "Parameters": f"{parameters.total:,} ({parameters.trainable:,} trainable)",
             "Device": str(job.device),
+            "Processes": describe_ranks(job.mesh.sizes, job.sections.distributed),
             "Computation": str(job.dtype).removeprefix("torch."),
             "Samples per step": str(job.sections.step_scheduler.global_batch_size),
             "Steps": f"{self._scheduler.step + 1} of {self._scheduler.total_steps}",

@@ -1,5 +1,6 @@
 """The parts of a training job, built from a recipe's sections."""
 
+import copy
 import inspect
 import logging
 from collections.abc import Callable
@@ -13,18 +14,28 @@ from automodel.config.loader import ConfigNode
 from automodel.config.notes import note
 from automodel.data.loader import StatefulDataLoader
 from automodel.data.tokenizer import load_tokenizer
+from automodel.distributed.mesh import Mesh
+from automodel.distributed.rank_group import RankGroup
+from automodel.distributed.strategy import Strategy, prepare_blocks
+from automodel.models.auto import build_on_meta
+from automodel.models.weights import PretrainedWeights, weight_source
 from automodel.recipes.sections import RecipeSections
 from automodel.training.loss import MaskedCrossEntropy
-from automodel.training.optim import parameter_groups
+from automodel.training.optim import LearningRateSchedule, parameter_groups
+from automodel.training.step import TrainStep
+from automodel.training.step_scheduler import StepScheduler
 
 __all__ = [
     "Data",
+    "Model",
+    "Stepping",
     "build_data",
     "build_dataset",
     "build_loader",
     "build_loss",
     "build_model",
     "build_optimizer",
+    "build_stepping",
     "build_tokenizer",
     "check_vocabulary",
 ]
@@ -44,16 +55,53 @@ def build_tokenizer(sections: RecipeSections) -> Any:
         return load_tokenizer(str(name), **{key: sections.model[key] for key in options if key in sections.model})
 
 
-def build_model(sections: RecipeSections, *, device: torch.device) -> nn.Module:
-    """Build the model on `device`.
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model as the ranks hold it.
+
+    Args:
+        inner: The model itself, whose names checkpoints use; its parameters are this rank's part.
+        module: What to call in training: the model, or a wrapper around it.
+    """
+
+    inner: nn.Module
+    module: nn.Module
+
+
+def build_model(sections: RecipeSections, *, strategy: Strategy) -> Model:
+    """Build the model, divide it among the ranks and give it its weights.
+
+    Fresh weights are the same for every strategy and number of ranks, since each module's come from the seed and the
+    module's name. A sharded pretrained model is never whole in memory: each rank reads its part of the files.
 
     Raises:
         TypeError: the target gives no torch module.
     """
-    model = sections.model.instantiate()
+    node, config = sections.model, sections.distributed
+    with node.note_instantiation():
+        factory, arguments = node["_target_"], node.arguments()
+        source = weight_source(factory, arguments)
+        whole = isinstance(source, PretrainedWeights) and not strategy.shards_parameters
+        if source is None or whole:
+            model = _checked_module(node.instantiate())
+            prepare_blocks(model, config)
+            module = strategy.shard(model)
+        else:
+            template = _checked_module(build_on_meta(factory, arguments))
+            model = copy.deepcopy(template)
+            prepare_blocks(model, config)
+            module = strategy.shard(model) if strategy.shards_parameters else model
+            strategy.materialize(model)
+            source.fill(model, template, seed=sections.rng.seed)
+            module = module if strategy.shards_parameters else strategy.shard(model)
+    model.train()
+    return Model(inner=model, module=module)
+
+
+def _checked_module(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model._target_ must give a torch module, got a {type(model).__name__}")
-    return model.to(device).train()
+    return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +114,22 @@ class Data:
     validation_loader: StatefulDataLoader | None = None
 
 
-def build_data(sections: RecipeSections, tokenizer: Any) -> Data:
-    """Build the datasets and their loaders."""
+def build_data(sections: RecipeSections, tokenizer: Any, *, ranks: RankGroup) -> Data:
+    """Build the datasets and their loaders.
+
+    Args:
+        sections: The recipe.
+        tokenizer: For datasets that need one.
+        ranks: The ranks that share each step's samples; every one of them gets its own part.
+    """
     batch_size, seed = sections.step_scheduler.local_batch_size, sections.rng.seed
     dataset = build_dataset(sections.dataset, tokenizer)
-    loader = build_loader(sections.dataloader, dataset, batch_size=batch_size, seed=seed, training=True)
+    loader = build_loader(sections.dataloader, dataset, batch_size=batch_size, seed=seed, training=True, ranks=ranks)
     if sections.validation_dataset is None:
         return Data(dataset=dataset, loader=loader)
     held_out = build_dataset(sections.validation_dataset, tokenizer)
     node = sections.validation_dataloader
-    held_out_loader = build_loader(node, held_out, batch_size=batch_size, seed=seed, training=False)
+    held_out_loader = build_loader(node, held_out, batch_size=batch_size, seed=seed, training=False, ranks=ranks)
     return Data(dataset=dataset, loader=loader, validation_dataset=held_out, validation_loader=held_out_loader)
 
 
@@ -94,17 +148,23 @@ def build_dataset(node: ConfigNode, tokenizer: Any) -> Any:
 
 
 def build_loader(
-    node: ConfigNode | None, dataset: Any, *, batch_size: int, seed: int, training: bool
+    node: ConfigNode | None, dataset: Any, *, batch_size: int, seed: int, training: bool, ranks: RankGroup
 ) -> StatefulDataLoader:
     """Build a loader over `dataset`: shuffled and with whole batches only for training, unless the recipe differs.
 
     Raises:
-        TypeError: the target is no loader whose position can be saved.
+        TypeError: the target is no loader whose position can be saved, or one that does not know about ranks where
+            there are several.
     """
-    defaults: dict[str, Any] = {"batch_size": batch_size, "shuffle": training, "drop_last": training, "seed": seed}
+    place: dict[str, Any] = {"batch_size": batch_size, "rank": ranks.rank, "world_size": ranks.size}
+    defaults: dict[str, Any] = {**place, "shuffle": training, "drop_last": training, "seed": seed}
     if node is None:
         return StatefulDataLoader(dataset, **defaults)
-    given = {name: value for name, value in defaults.items() if name not in node or name == "batch_size"}
+    given = {name: value for name, value in defaults.items() if name not in node or name in place}
+    if ranks.size > 1 and set(_accepted(node["_target_"], **place)) < set(place):
+        raise TypeError(
+            f"{node.path}._target_ must take rank and world_size, so that {ranks.size} ranks share the data"
+        )
     if node.get("batch_size", batch_size) != batch_size:
         logger.warning("%s.batch_size is %s; local_batch_size %d holds", node.path, node.batch_size, batch_size)
     loader = node.instantiate(dataset, **_accepted(node["_target_"], **given))
@@ -138,6 +198,48 @@ def build_optimizer(node: ConfigNode, model: nn.Module) -> torch.optim.Optimizer
         decay = default.default if default is not None else 0.0
     optimizer: torch.optim.Optimizer = node.instantiate(parameter_groups(model, weight_decay=decay))
     return optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepping:
+    """What runs the optimizer steps."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: StepScheduler
+    loss_fn: Callable[..., torch.Tensor]
+    train_step: TrainStep
+
+
+def build_stepping(
+    sections: RecipeSections, model: Model, data: Data, *, strategy: Strategy, mesh: Mesh, device: torch.device
+) -> Stepping:
+    """Build the optimizer over this rank's part of the model, and what runs its steps.
+
+    Raises:
+        ValueError: the data hold no whole step, or a part refuses its settings.
+    """
+    optimizer = build_optimizer(sections.optimizer, model.inner)
+    strategy.shard_optimizer(optimizer)
+    scheduler = StepScheduler(
+        sections.step_scheduler,
+        batches_per_epoch=len(data.loader),
+        dp_size=mesh.data.size,
+        drop_last=getattr(data.loader, "drop_last", False),
+        num_samples=len(data.dataset) if hasattr(data.dataset, "__len__") else None,
+    )
+    loss_fn = build_loss(sections.loss_fn)
+    schedule = LearningRateSchedule(optimizer, sections.lr_scheduler, total_steps=scheduler.total_steps)
+    train_step = TrainStep(
+        model.module,
+        loss_fn,
+        optimizer,
+        schedule,
+        strategy=strategy,
+        data_ranks=mesh.data,
+        max_norm=sections.clip_grad_norm.max_norm,
+        device=device,
+    )
+    return Stepping(optimizer=optimizer, scheduler=scheduler, loss_fn=loss_fn, train_step=train_step)
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,12 @@ from torch import nn
 
 from automodel.checkpoint.directories import resolve_restore_from_to_checkpoint_dir
 from automodel.config.loader import ConfigNode
+from automodel.distributed.activation_checkpointing import checkpoint_blocks
+from automodel.distributed.config import DistributedConfig, ParallelSizes, describe_ranks
+from automodel.distributed.device import choose_device
 from automodel.distributed.env import read_launch_environment
+from automodel.distributed.strategy import check_strategy
+from automodel.distributed.units import Unit, bytes_per_rank, describe_units, find_blocks, find_units
 from automodel.models.auto import build_on_meta
 from automodel.models.inspection import ParameterSummary, saved_activation_bytes, summarize_parameters
 from automodel.recipes import parts
@@ -29,17 +34,22 @@ _CONTEXT_LENGTH_KEYS = ("context_length", "seq_length", "seq_len", "max_length")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes at the peak of a step, part by part; None where a part cannot be estimated."""
+    """Bytes at the peak of a step on the rank that holds most, part by part; None where a part cannot be estimated.
+
+    `gathered` is what a sharded model holds of whole units while it computes.
+    """
 
     parameters: int
     gradients: int
     optimizer_state: int | None
     activations: int | None
+    gathered: int = 0
 
     @property
     def total(self) -> int:
         """The sum of the parts that are known."""
-        return self.parameters + self.gradients + (self.optimizer_state or 0) + (self.activations or 0)
+        known = self.parameters + self.gradients + self.gathered
+        return known + (self.optimizer_state or 0) + (self.activations or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +62,8 @@ class Plan:
     memory: MemoryEstimate
     device: torch.device
     dtype: torch.dtype
+    ranks: str
+    units: list[str]
     samples_per_step: int
     accumulation_steps: int
     tokens_per_step: int | None
@@ -72,29 +84,44 @@ class Plan:
             "model": self.model,
             "parameters": f"{self.parameters.total:,} ({self.parameters.trainable:,} trainable): {counts}",
             "device": f"{self.device}, computing in {str(self.dtype).removeprefix('torch.')}",
+            "processes": self.ranks,
             "tokens per step": f"{tokens} ({samples})",
             "length": steps,
-            "memory": f"about {_mib(memory.total)}: parameters {_mib(memory.parameters)}, "
-            f"gradients {_mib(memory.gradients)}, optimizer {_mib(memory.optimizer_state)}, "
-            f"activations of one forward pass {_mib(memory.activations)} (estimates)",
+            f"memory{' per rank' if self.units else ''}": f"about {_mib(memory.total)}: "
+            f"parameters {_mib(memory.parameters)}, gradients {_mib(memory.gradients)}, "
+            f"optimizer {_mib(memory.optimizer_state)}, "
+            + (f"gathered units {_mib(memory.gathered)}, " if memory.gathered else "")
+            + f"activations of one forward pass {_mib(memory.activations)} (estimates)",
         }
         width = max(map(len, rows))
         yield from (f"{name:<{width}}  {value}" for name, value in rows.items())
+        if self.units:
+            yield "units, each gathered as a whole while it computes"
+            yield from (f"  {line}" for line in self.units)
         yield "sections"
         width = max(map(len, self.sections))
         yield from (f"  {name:<{width}}  {value}" for name, value in self.sections.items())
 
 
-def make_plan(config: ConfigNode, *, run_dir: Path | None = None) -> Plan:
+def make_plan(config: ConfigNode, *, run_dir: Path | None = None, world_size: int | None = None) -> Plan:
     """Check everything in a recipe that can be checked without weights and data, and say what it would do.
+
+    Args:
+        config: The recipe.
+        run_dir: Folder of the run, for the plan's text.
+        world_size: Number of processes; None: that of the launch environment.
 
     Raises:
         ValueError, TypeError, ImportError: as `build_sections`, and where a target refuses its arguments.
+        RuntimeError: the strategy needs a device that is not here.
     """
     sections = build_sections(config)
     launch = read_launch_environment()
-    sections.distributed.check_world_size(launch.world_size)
-    device = torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    world_size = world_size or launch.world_size
+    check_strategy(sections.distributed, world_size=world_size)
+    sizes = sections.distributed.sizes(world_size)
+    accumulation_steps = sections.step_scheduler.accumulation_steps(sizes.data)
+    device = choose_device(launch)
     dtype = compute_dtype(sections.distributed.mp_policy.param_dtype, device=device)
     scheduler = sections.step_scheduler
     context_length = _context_length(sections.dataset)
@@ -107,11 +134,13 @@ def make_plan(config: ConfigNode, *, run_dir: Path | None = None) -> Plan:
         recipe=getattr(sections.recipe, "__name__", str(sections.recipe)),
         model=type(model).__name__,
         parameters=summarize_parameters(model),
-        memory=_estimate_memory(sections, model, context_length=context_length, dtype=dtype),
+        memory=_estimate_memory(sections, model, sizes=sizes, context_length=context_length, dtype=dtype),
         device=device,
         dtype=dtype,
+        ranks=describe_ranks(sizes, sections.distributed),
+        units=describe_units(find_units(model), shards=sizes.dp_shard) if sizes.dp_shard > 1 else [],
         samples_per_step=scheduler.global_batch_size,
-        accumulation_steps=scheduler.accumulation_steps(launch.world_size),
+        accumulation_steps=accumulation_steps,
         tokens_per_step=None if context_length is None else scheduler.global_batch_size * context_length,
         max_steps=scheduler.max_steps,
         num_epochs=scheduler.num_epochs,
@@ -148,11 +177,30 @@ def _context_length(dataset: ConfigNode) -> int | None:
 
 
 def _estimate_memory(
-    sections: RecipeSections, model: nn.Module, *, context_length: int | None, dtype: torch.dtype
+    sections: RecipeSections,
+    model: nn.Module,
+    *,
+    sizes: ParallelSizes,
+    context_length: int | None,
+    dtype: torch.dtype,
 ) -> MemoryEstimate:
+    """Estimate the peak of a step; afterwards the model may recompute its activations."""
+    summary = summarize_parameters(model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
+    optimizer_state = _optimizer_state_bytes(sections.optimizer, model)
+    parameters, gathered = summary.num_bytes, 0
+    if sizes.dp_shard > 1:
+        units = find_units(model)
+        parameters = sum(bytes_per_rank(unit, shards=sizes.dp_shard) for unit in units)
+        share = parameters / max(summary.num_bytes, 1)
+        gradients = round(gradients * share)
+        optimizer_state = None if optimizer_state is None else round(optimizer_state * share)
+        gathered = _gathered_bytes(units, sections.distributed, dtype=dtype)
     activations = None
     if context_length is not None:
+        if sections.distributed.checkpointing_mode is not None:
+            checkpoint_blocks(find_blocks(model), mode=sections.distributed.checkpointing_mode)
         activations = saved_activation_bytes(
             model,
             batch_size=sections.step_scheduler.local_batch_size,
@@ -160,11 +208,29 @@ def _estimate_memory(
             autocast_dtype=None if dtype == torch.float32 else dtype,
         )
     return MemoryEstimate(
-        parameters=summarize_parameters(model).num_bytes,
-        gradients=sum(parameter.numel() * parameter.element_size() for parameter in trainable),
-        optimizer_state=_optimizer_state_bytes(sections.optimizer, model),
+        parameters=parameters,
+        gradients=gradients,
+        optimizer_state=optimizer_state,
         activations=activations,
+        gathered=gathered,
     )
+
+
+def _gathered_bytes(units: Sequence[Unit], config: DistributedConfig, *, dtype: torch.dtype) -> int:
+    """Bytes of the whole units that a rank holds at once: the root, and the largest of the others with its gradients.
+
+    One more block with prefetching; all blocks where they are not freed after their forward pass. Gradients of a block
+    that is reduced once per step stay whole until then, which is not counted.
+    """
+    width = None if dtype == torch.float32 else dtype.itemsize
+    sizes = {unit.name: unit.num_bytes if width is None else unit.num_parameters * width for unit in units}
+    root = sum(sizes[unit.name] for unit in units if unit.kind == "root")
+    others = [sizes[unit.name] for unit in units if unit.kind != "root"]
+    blocks = [sizes[unit.name] for unit in units if unit.kind == "block"]
+    if config.reshard_after_forward is False:
+        return root + sum(blocks) + max(others, default=0)
+    ahead = max(blocks, default=0) if config.enable_fsdp2_prefetch else 0
+    return root + 2 * max(others, default=0) + ahead
 
 
 def _optimizer_state_bytes(node: ConfigNode, model: nn.Module) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 from automodel.config.sections import setting
 
 __all__ = [
+    "MEGATRON_OPTIONS",
     "REFERENCE_KEYS",
     "REFERENCE_TARGETS",
     "CheckpointReferenceKeys",
@@ -36,7 +37,7 @@ class StepSchedulerReferenceKeys:
 class DistEnvReferenceKeys:
     """What recipes of the reference system hold in `dist_env` besides."""
 
-    init_method: str | None = setting(None, "how ranks find each other; no effect in a single process")
+    init_method: str | None = setting(None, "no effect: the launcher's variables say how ranks find each other")
     world_size: int | None = setting(None, "number of processes, which the launcher sets", off=(None, 1))
     rank: int | None = setting(None, "this process's rank, which the launcher sets", off=(None, 0))
 
@@ -45,30 +46,46 @@ class DistEnvReferenceKeys:
 class DistributedReferenceKeys:
     """What recipes of the reference system hold in `distributed` besides."""
 
-    backend: str | None = setting(None, "backend of the process group; no effect in a single process")
+    backend: str | None = setting(None, "no effect: dist_env.backend chooses the backend of the process group")
     world_size: int | None = setting(None, "number of processes, which the launcher sets", off=(None, 1))
     tp_plan: Any = setting(None, "how layers are split; no effect while tp_size is 1")
     custom_tp_plan: Any = setting(None, "how layers are split; no effect while tp_size is 1")
     use_hf_tp_plan: bool | None = setting(None, "split layers as transformers says; no effect while tp_size is 1")
-    offload_policy: Any = setting(None, "keep parameters in host memory", off=(None, False))
     autocast_dtype: Any = setting(None, "dtype of autocast; mp_policy.param_dtype sets it here", off=(None,))
-    fsdp2_backward_prefetch_depth: int | None = setting(None, "units to prefetch; no effect in a single process")
-    fsdp2_forward_prefetch_depth: int | None = setting(None, "units to prefetch; no effect in a single process")
-    # Options of strategy megatron_fsdp, which has to be chosen for them to matter.
-    megatron_fsdp_unit_modules: Any = setting(None, "no effect without strategy megatron_fsdp")
-    zero_dp_strategy: int | None = setting(None, "no effect without strategy megatron_fsdp")
-    init_fsdp_with_meta_device: bool | None = setting(None, "no effect without strategy megatron_fsdp")
-    grad_reduce_in_fp32: bool | None = setting(None, "no effect without strategy megatron_fsdp")
-    preserve_fp32_weights: bool | None = setting(None, "no effect without strategy megatron_fsdp")
-    overlap_grad_reduce: bool | None = setting(None, "no effect without strategy megatron_fsdp")
-    overlap_param_gather: bool | None = setting(None, "no effect without strategy megatron_fsdp")
-    check_for_nan_in_grad: bool | None = setting(None, "no effect without strategy megatron_fsdp")
-    average_in_collective: bool | None = setting(None, "no effect without strategy megatron_fsdp")
-    disable_bucketing: bool | None = setting(None, "no effect without strategy megatron_fsdp")
-    calculate_per_token_loss: bool | None = setting(None, "no effect without strategy megatron_fsdp")
-    keep_fp8_transpose_cache: bool | None = setting(None, "no effect without strategy megatron_fsdp")
-    nccl_ub: bool | None = setting(None, "no effect without strategy megatron_fsdp")
-    fsdp_double_buffer: bool | None = setting(None, "no effect without strategy megatron_fsdp")
+    # Options of the package megatron-fsdp; see MEGATRON_OPTIONS.
+    megatron_fsdp_unit_modules: Any = setting(None, "no effect: megatron_fsdp's options are set here")
+    zero_dp_strategy: int | None = setting(None, "no effect: megatron_fsdp's options are set here")
+    init_fsdp_with_meta_device: bool | None = setting(None, "no effect: megatron_fsdp's options are set here")
+    grad_reduce_in_fp32: bool | None = setting(None, "no effect: megatron_fsdp's options are set here")
+    preserve_fp32_weights: bool | None = setting(None, "no effect: megatron_fsdp's options are set here")
+    overlap_grad_reduce: bool | None = setting(None, "no effect: megatron_fsdp's options are set here")
+    overlap_param_gather: bool | None = setting(None, "no effect: megatron_fsdp's options are set here")
+    check_for_nan_in_grad: bool | None = setting(None, "no effect: megatron_fsdp's options are set here")
+    average_in_collective: bool | None = setting(None, "no effect: megatron_fsdp's options are set here")
+    disable_bucketing: bool | None = setting(None, "no effect: megatron_fsdp's options are set here")
+    calculate_per_token_loss: bool | None = setting(None, "no effect: megatron_fsdp's options are set here")
+    keep_fp8_transpose_cache: bool | None = setting(None, "no effect: megatron_fsdp's options are set here")
+    nccl_ub: bool | None = setting(None, "no effect: megatron_fsdp's options are set here")
+    fsdp_double_buffer: bool | None = setting(None, "no effect: megatron_fsdp's options are set here")
+
+
+MEGATRON_OPTIONS = (
+    "megatron_fsdp_unit_modules",
+    "zero_dp_strategy",
+    "init_fsdp_with_meta_device",
+    "grad_reduce_in_fp32",
+    "preserve_fp32_weights",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "check_for_nan_in_grad",
+    "average_in_collective",
+    "disable_bucketing",
+    "calculate_per_token_loss",
+    "keep_fp8_transpose_cache",
+    "nccl_ub",
+    "fsdp_double_buffer",
+)
+"""Keys of `distributed` that are options of the package megatron-fsdp, which our adapter sets itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

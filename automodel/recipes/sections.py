@@ -17,7 +17,7 @@ from automodel.config.origins import Origin
 from automodel.config.printing import resolved
 from automodel.config.sections import NotAvailableYetError, add_place, build_section, check_arguments, refuse
 from automodel.recipes.planned_sections import PlannedSection
-from automodel.recipes.reference_keys import REFERENCE_KEYS, REFERENCE_TARGETS
+from automodel.recipes.reference_keys import MEGATRON_OPTIONS, REFERENCE_KEYS, REFERENCE_TARGETS
 from automodel.recipes.schema import (
     RECIPE_CLASSES,
     SETTINGS_SECTIONS,
@@ -188,6 +188,8 @@ def _settings_node(config: ConfigNode, name: str) -> Any:
     node = config.get(name)
     if name == "rng":
         node = _rng_node(config, node)
+    if name == "distributed" and isinstance(node, ConfigNode):
+        _warn_of_megatron_options(node)
     if not isinstance(node, ConfigNode) or "_target_" not in node:
         return node
     if name == "distributed":
@@ -196,6 +198,15 @@ def _settings_node(config: ConfigNode, name: str) -> Any:
     if target.rpartition(".")[2] != REFERENCE_TARGETS.get(name):
         raise NotAvailableYetError(f"{name}._target_: {target!r} is not available yet; {name} has keys of its own")
     return node
+
+
+def _warn_of_megatron_options(node: ConfigNode) -> None:
+    given = [option for option in MEGATRON_OPTIONS if node.get(option) is not None]
+    if given:
+        logger.warning(
+            "no effect: distributed.%s (the adapter of strategy megatron_fsdp sets the options of megatron-fsdp)",
+            ", distributed.".join(given),
+        )
 
 
 def _rng_node(config: ConfigNode, node: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from automodel.config.sections import refuse, setting
 
@@ -127,10 +128,13 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> float:
     """Return the gradients' L2 norm, after scaling them down to `max_norm` where they exceed it.
 
-    A norm that is not finite leaves the gradients as they are.
+    Sharded gradients (DTensors) count whole: every rank that holds a part calls this and gets the same norm. A norm
+    that is not finite leaves the gradients as they are.
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
     value = float(norm)
     if max_norm is not None and math.isfinite(value):
         nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)

@@ -1,6 +1,5 @@
 """Which step is next, what a step consists of, and what is due after it. Steps and epochs count from 0."""
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -77,22 +76,44 @@ class StepScheduler:
         epoch: The epoch of that step.
     """
 
-    def __init__(self, config: StepSchedulerConfig, *, batches_per_epoch: int, dp_size: int = 1) -> None:
+    def __init__(
+        self,
+        config: StepSchedulerConfig,
+        *,
+        batches_per_epoch: int,
+        dp_size: int = 1,
+        drop_last: bool = False,
+        num_samples: int | None = None,
+    ) -> None:
         """Lay out the steps.
+
+        An epoch has as many steps as it has global batches, whatever the number of ranks and the local batch size:
+        num_samples / global_batch_size, rounded down with `drop_last` and up without. That needs a loader which leaves
+        out an incomplete last batch exactly if `drop_last` is set.
 
         Args:
             config: The recipe section.
             batches_per_epoch: Forward passes that one epoch of the data holds on each rank.
             dp_size: Data-parallel ranks.
+            drop_last: Leave out the last micro-batches of an epoch that do not make a whole step; otherwise they make
+                a smaller one.
+            num_samples: Samples in the training data, named by the error where they are too few; None: the samples of
+                the batches are named.
 
         Raises:
-            ValueError: an epoch holds no batch, or the global batch does not divide evenly.
+            ValueError: an epoch holds no step, or the global batch does not divide evenly.
         """
-        if batches_per_epoch < 1:
-            raise ValueError("the training data holds no full batch; lower step_scheduler.local_batch_size")
         self._config = config
         self._accumulation_steps = config.accumulation_steps(dp_size)
-        self.steps_per_epoch = math.ceil(batches_per_epoch / self._accumulation_steps)
+        whole_steps, rest = divmod(batches_per_epoch, self._accumulation_steps)
+        self.steps_per_epoch = whole_steps if drop_last or not rest else whole_steps + 1
+        if self.steps_per_epoch < 1:
+            samples = batches_per_epoch * config.local_batch_size * dp_size if num_samples is None else num_samples
+            raise ValueError(
+                f"step_scheduler.global_batch_size must be at most the number of training samples ({samples}), "
+                f"got {config.global_batch_size}: an epoch would hold no step; "
+                "lower it, or keep incomplete batches with dataloader.drop_last: false"
+            )
         by_epochs = config.num_epochs * self.steps_per_epoch
         self.total_steps = by_epochs if config.max_steps is None else min(config.max_steps, by_epochs)
         self.step = -1
@@ -106,7 +127,8 @@ class StepScheduler:
     def steps(self, loader: _EpochLoader) -> Iterator[list[dict[str, Any]]]:
         """Yield the micro-batches of each step that is left, from the position where `loader` stands.
 
-        The last step of an epoch takes the batches that are left, which may be fewer.
+        The last step of an epoch takes the batches that are left, which may be fewer. With drop_last an epoch ends with
+        its last whole step, and the loader goes on with the next epoch.
 
         Raises:
             RuntimeError: the loader gives no batch where its length promised some.
@@ -114,13 +136,13 @@ class StepScheduler:
         while not self.finished:
             self.epoch = (self.step + 1) // self.steps_per_epoch
             loader.set_epoch(self.epoch)
-            last_step = self.step
             for batches in _groups(loader, self._accumulation_steps):
                 self.step += 1
                 yield batches
                 if self.finished or self.is_epoch_end:
                     break
-            if self.step == last_step:
+            else:
+                # Going on would run the rest of the epoch's steps on its first batches once more.
                 raise RuntimeError(f"the data loader gave no batch for step {self.step + 1} in epoch {self.epoch}")
 
     @property

@@ -1,6 +1,8 @@
 """A tiny training job with everything that a checkpoint carries: model, AdamW, position in the data, random state."""
 
+import importlib.util
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +78,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def sharded():
+    """The module sharded_runs, whose functions are sent to ranks."""
+    spec = importlib.util.spec_from_file_location("sharded_runs", Path(__file__).with_name("sharded_runs.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture

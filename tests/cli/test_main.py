@@ -101,7 +101,6 @@ def test_dry_run_prints_the_plan_and_leaves_nothing(words, capsys, tmp_path, mon
         (["hybrid_tiny", "--packed_sequence.packed_sequence_size", "64"], "'packed_sequence' is not available yet"),
         (["hybrid_tiny", "--model.config.vocab_sise", "64"], "model.config"),
         (["hybrid_tiny", "stray"], "unexpected argument 'stray'"),
-        (["hybrid_tiny", "--nproc-per-node", "2"], "not available yet"),
         (["hybrid_tiny", "--dryrun"], "unknown option --dryrun (did you mean --dry-run?)"),
         (["hybrid_tiny", "--run_dir=x"], "unknown option --run_dir (did you mean --run-dir?)"),
         (["hybrid_tiny", "--optimizer.lr", "abc"], "optimizer"),

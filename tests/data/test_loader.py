@@ -183,8 +183,10 @@ def test_persistent_workers_start_over_after_an_iteration_that_was_left(num_work
     assert run(loader) == [[i, i + 1] for i in range(0, 20, 2)]
 
 
-@pytest.mark.parametrize("size", [24, 25, 27, 30])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("size", "drop_last"),
+    [(1, False), *((size, drop_last) for size in (24, 25, 27, 30) for drop_last in (False, True))],
+)
 def test_ranks_share_each_global_batch(size, drop_last):
     def parts(world_size):
         settings = {"shuffle": True, "drop_last": drop_last, "seed": 5, "world_size": world_size}
@@ -195,20 +197,13 @@ def test_ranks_share_each_global_batch(size, drop_last):
         ranks = parts(world_size)
         assert len({len(batches) for batches in ranks}) == 1
         joined = [list(chain.from_iterable(step)) for step in zip(*ranks, strict=True)]
-        # Every global batch is the same list of samples, but for a rest that is too small to share.
-        assert joined == (alone if size % 8 >= world_size or drop_last else alone[: len(joined)])
-        assert len(alone) - len(joined) <= 1
+        assert joined == alone
         seen = list(chain.from_iterable(joined))
-        assert len(seen) == len(set(seen))
-        assert all(len(part) > 0 for batches in ranks for part in batches)
-        if drop_last:
-            assert {len(part) for batches in ranks for part in batches} == {8 // world_size}
-
-
-def test_rest_that_the_ranks_cannot_share_is_left_out_with_a_warning(caplog):
-    loader = StatefulDataLoader(Numbers(9), 2, world_size=4)
-    assert run(loader) == [[0, 1]]
-    assert "the last 1 of 9 samples are left out" in caplog.text
+        assert len(seen) == len(set(seen)) == (size // 8 * 8 if drop_last else size)
+        for step in zip(*ranks, strict=True):
+            lengths = [len(part) for part in step]
+            assert max(lengths) - min(lengths) <= 1
+            assert not drop_last or set(lengths) == {8 // world_size}
 
 
 def test_position_can_be_taken_up_by_another_number_of_ranks():
@@ -267,7 +262,7 @@ def test_collate_fn_of_the_caller():
         ({"rank": 2, "world_size": 2}, "rank must be at least 0 and below world_size 2, got 2"),
         ({"rank": -1}, "rank must be .*, got -1"),
         ({"batch_size": 5, "drop_last": True}, "dataset has 4 samples, too few for one batch"),
-        ({"world_size": 5}, "too few for one batch"),
+        ({"world_size": 5, "drop_last": True}, "too few for one batch"),
         ({"dataset": []}, "dataset has 0 samples"),
         ({"dataset": Stream()}, "iterable dataset is not available yet"),
         ({"dataset": iter([])}, "iterable dataset is not available yet"),

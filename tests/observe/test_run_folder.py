@@ -101,3 +101,18 @@ def test_where_the_files_are(tmp_path):
         files = (folder.training_file, folder.validation_file, folder.report_file, folder.checkpoints)
         names = [file.relative_to(folder.path).name for file in files]
     assert names == ["training.jsonl", "validation.jsonl", "report.html", "checkpoints"]
+
+
+def test_ranks_join_the_folder_that_rank_zero_has_locked(tmp_path):
+    with RunFolder(tmp_path / "run") as folder:
+        with RunFolder.join(folder.path) as joined:
+            assert joined.path == folder.path
+            assert joined.rank_log(3) == tmp_path / "run" / "logs" / "rank_3.log"
+        with pytest.raises(FolderBusyError):
+            RunFolder(tmp_path / "run")
+
+
+def test_a_folder_that_this_machine_does_not_see_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"the run folder .*/run, which rank 0 made, is not there on "):
+        RunFolder.join(tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from automodel.config.loader import ConfigNode
 from automodel.data.collate import default_collater
 from automodel.data.loader import StatefulDataLoader
+from automodel.distributed.rank_group import RankGroup
+from automodel.distributed.single import Single
 from automodel.recipes import parts
 from automodel.recipes.sections import build_sections
 from automodel.training.loss import MaskedCrossEntropy
@@ -108,7 +111,7 @@ def test_a_loss_must_take_the_number_of_label_tokens(tmp_path):
 
 def make_loader(node, *, training=True, batch_size=4):
     node = None if node is None else ConfigNode(node, path="dataloader")
-    return parts.build_loader(node, SAMPLES, batch_size=batch_size, seed=3, training=training)
+    return parts.build_loader(node, SAMPLES, batch_size=batch_size, seed=3, training=training, ranks=RankGroup())
 
 
 OURS = "automodel.data.loader.StatefulDataLoader"
@@ -156,11 +159,23 @@ def sections(**changes):
 
 
 def test_a_model_is_built_in_training_mode_and_must_be_a_module():
-    model = parts.build_model(sections(), device=torch.device("cpu"))
-    assert isinstance(model, nn.Linear)
-    assert model.training
+    strategy = Single(device=torch.device("cpu"), dtype=torch.float32)
+    model = parts.build_model(sections(), strategy=strategy)
+    assert isinstance(model.inner, nn.Linear)
+    assert model.module is model.inner
+    assert model.inner.training
     with pytest.raises(TypeError, match=r"model\._target_ must give a torch module, got a Fraction"):
-        parts.build_model(sections(model={"_target_": "fractions.Fraction"}), device=torch.device("cpu"))
+        parts.build_model(sections(model={"_target_": "fractions.Fraction"}), strategy=strategy)
+
+
+def test_several_ranks_need_a_loader_that_knows_them(ranks):
+    ranks.run(2, load_without_ranks)
+
+
+def load_without_ranks(rank, world_size):
+    node = ConfigNode({"_target_": "torch.utils.data.DataLoader"}, path="dataloader")
+    with pytest.raises(TypeError, match=r"dataloader\._target_ must take rank and world_size, so that 2 ranks"):
+        parts.build_loader(node, SAMPLES, batch_size=2, seed=3, training=True, ranks=RankGroup(dist.group.WORLD))
 
 
 def test_data_has_the_local_batch_size_and_the_seed(corpus, recipe):
@@ -168,13 +183,14 @@ def test_data_has_the_local_batch_size_and_the_seed(corpus, recipe):
     values["step_scheduler"] = {"global_batch_size": 6, "local_batch_size": 3}
     built = build_sections(ConfigNode(values))
     tokenizer = parts.build_tokenizer(built)
-    data = parts.build_data(built, tokenizer)
+    data = parts.build_data(built, tokenizer, ranks=RankGroup())
     assert data.loader.batch_size == data.validation_loader.batch_size == 3
     assert data.loader.state_dict()["seed"] == 5
     assert data.loader.state_dict()["shuffle"]
     assert not data.validation_loader.state_dict()["shuffle"]
     assert next(iter(data.loader))["input_ids"].shape == (3, 32)
-    without = parts.build_data(build_sections(ConfigNode({**values, "validation_dataset": None})), tokenizer)
+    no_validation = build_sections(ConfigNode({**values, "validation_dataset": None}))
+    without = parts.build_data(no_validation, tokenizer, ranks=RankGroup())
     assert without.validation_dataset is without.validation_loader is None
 
 

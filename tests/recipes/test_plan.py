@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel.config.loader import ConfigNode, load_yaml_config
-from automodel.config.sections import NotAvailableYetError
+from automodel.distributed.single import Single
 from automodel.recipes import parts
 from automodel.recipes.catalogue import find_recipe
 from automodel.recipes.plan import make_plan
@@ -35,7 +35,8 @@ def plan_of(**changes):
 
 
 def real_model(values):
-    return parts.build_model(build_sections(ConfigNode(values)), device=torch.device("cpu"))
+    strategy = Single(device=torch.device("cpu"), dtype=torch.float32)
+    return parts.build_model(build_sections(ConfigNode(values)), strategy=strategy).inner
 
 
 def state_bytes(optimizer):
@@ -166,10 +167,34 @@ def test_a_plan_draws_no_random_number_and_leaves_no_default_device():
     assert torch.empty(0).device.type == "cpu"
 
 
-def test_the_number_of_processes_is_checked(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(NotAvailableYetError, match="training in 2 processes is not available yet"):
-        plan_of()
+def test_a_plan_for_several_ranks_shows_units_and_bytes_per_rank():
+    alone, plan = plan_of(), make_plan(ConfigNode(RECIPE), world_size=2)
+    text = "\n".join(plan.lines())
+    assert plan.accumulation_steps == 2
+    assert plan.ranks == "2 (FSDP2, sharded over all)"
+    assert "2 x LlamaDecoderLayer (model.layers.0-1)" in text
+    assert "memory per rank" in text
+    rows = [(-(-parameter.shape[0] // 2), parameter[0].numel()) for parameter in real_model(RECIPE).parameters()]
+    assert plan.memory.parameters == sum(4 * count * width for count, width in rows)
+    assert plan.memory.optimizer_state < 0.6 * alone.memory.optimizer_state
+    assert plan.memory.gathered > 0 == alone.memory.gathered
+    assert not alone.units
+
+
+def test_a_plan_counts_what_is_recomputed():
+    plain, recomputed = plan_of(), plan_of(distributed={"activation_checkpointing": True})
+    assert 0 < recomputed.memory.activations < plain.memory.activations
+
+
+def test_the_number_of_processes_is_checked_before_a_model_is_built(monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"step_scheduler\.global_batch_size must be a multiple .* \(3 x 8\), got 12"):
+        plan_of(model={"_target_": "fractions.Fraction"})
+    with pytest.raises(ValueError, match=r"distributed\.dp_size must be null or the number of processes \(8\), got 3"):
+        plan_of(distributed={"dp_size": 3})
+    with pytest.raises(ImportError, match="pip install megatron-fsdp"):
+        plan_of(distributed={"strategy": "megatron_fsdp"})
 
 
 @pytest.mark.parametrize(

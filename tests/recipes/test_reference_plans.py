@@ -152,6 +152,20 @@ checkpoint:
 lr_scheduler: {{lr_decay_style: constant, init_lr: 0.0, override_opt_param_scheduler: true, wd_incr_style: constant}}
 clip_grad_norm: {{max_norm: 0.5, foreach: true}}
 """,
+    "megatron_fsdp, in one process": f"""
+{MODEL}{TEXT}
+optimizer: {{_target_: torch.optim.AdamW, lr: 1.0e-4}}
+distributed:
+  strategy: megatron_fsdp
+  zero_dp_strategy: 3
+  overlap_grad_reduce: true
+  megatron_fsdp_unit_modules: [transformers.models.llama.modeling_llama.LlamaDecoderLayer]
+""",
+    "megatron_fsdp, its older form": f"""
+{MODEL}{TEXT}
+optimizer: {{_target_: torch.optim.AdamW, lr: 1.0e-4}}
+distributed: {{_target_: nemo_automodel.components.distributed.megatron_fsdp.MegatronFSDPManager, zero_dp_strategy: 3}}
+""",
     "a dataset of one's own file": f"""
 {TRAINING}{MODEL}
 dataset:

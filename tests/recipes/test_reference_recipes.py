@@ -144,26 +144,6 @@ distributed:
 """,
         ["distributed.tp_size: 2 is not available yet"],
     ),
-    "megatron_fsdp": (
-        f"""
-{MODEL}{TEXT}
-optimizer: {{_target_: torch.optim.AdamW, lr: 1.0e-4}}
-distributed:
-  strategy: megatron_fsdp
-  zero_dp_strategy: 3
-  overlap_grad_reduce: true
-  megatron_fsdp_unit_modules: [transformers.models.llama.modeling_llama.LlamaDecoderLayer]
-""",
-        ["distributed.strategy: 'megatron_fsdp' is not available yet"],
-    ),
-    "its older form": (
-        f"""
-{MODEL}{TEXT}
-optimizer: {{_target_: torch.optim.AdamW, lr: 1.0e-4}}
-distributed: {{_target_: nemo_automodel.components.distributed.megatron_fsdp.MegatronFSDPManager, zero_dp_strategy: 3}}
-""",
-        ["distributed.strategy: 'megatron_fsdp' is not available yet"],
-    ),
     "columns to text": (
         f"""
 {TRAINING}{MODEL}

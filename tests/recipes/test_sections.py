@@ -103,8 +103,6 @@ def test_a_section_that_is_switched_off_passes(name, value):
         ("distributed", "pp_size", 2),
         ("distributed", "cp_size", 4),
         ("distributed", "ep_size", 8),
-        ("distributed", "strategy", "megatron-fsdp"),
-        ("distributed", "activation_checkpointing", True),
         ("checkpoint", "model_save_format", "torch_save"),
         ("checkpoint", "is_async", True),
         ("checkpoint", "staging_dir", "/scratch"),

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 __all__ = ["RankError", "RankPool"]
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["torch.distributed"])
+# What takes seconds to import and starts no thread.
+PRELOADED = ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "transformers.modeling_utils")
+FORKSERVER.set_forkserver_preload(list(PRELOADED))
 START_TIMEOUT = 120.0  # seconds until a new process is ready, the server's import of torch included
 DUMP_GRACE = 1.0  # seconds that a hanging rank has to write where it hangs
 PEER_GRACE = 0.5  # seconds in which other ranks' failures still count as part of the first one

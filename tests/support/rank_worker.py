@@ -109,10 +109,18 @@ def run(case: dict[str, Any], *, store: dist.Store) -> bytes:
         world_size=world_size,
         timeout=timedelta(seconds=case["timeout"]) + STORE_SLACK,
     )
+    # What DTensor remembers of the meshes of earlier cases names groups that are gone.
+    clear_dtensor_cache()
     value = pickle.dumps(function(rank, world_size, *args))
     if dist.is_initialized():
         dist.destroy_process_group()
     return value
+
+
+def clear_dtensor_cache() -> None:
+    """Forgets how DTensor divided operations before, where this process has used DTensors."""
+    if "torch.distributed.tensor" in sys.modules:
+        importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 def load_module(name: str, *, file: str) -> ModuleType:

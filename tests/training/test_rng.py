@@ -84,6 +84,24 @@ def test_a_newer_state_is_refused_before_anything_changes():
     assert draw() == after
 
 
+def test_a_rank_without_a_state_is_seeded_from_that_of_rank_zero_and_its_number():
+    rng = StatefulRNG(7)
+    state = rng.state_dict()
+    drawn = {0: draw()}
+    for rank in (4, 5):
+        rng.load_state_of_rank_zero(state, rank=rank)
+        drawn[rank] = draw()
+        rng.load_state_of_rank_zero(state, rank=rank)
+        assert draw() == drawn[rank]
+    later = rng.state_dict()
+    rng.load_state_of_rank_zero(later, rank=4)
+    drawn["later"] = draw()
+    for kind in range(4):
+        assert len({str(numbers[kind]) for numbers in drawn.values()}) == 4
+    with pytest.raises(ValueError, match="version 2, newer than 1"):
+        rng.load_state_of_rank_zero(state | {"version": 2}, rank=4)
+
+
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_a_seed_that_does_not_fit_is_named(seed):
     with pytest.raises(ValueError, match=f"rng.seed must be between 0 and 4294967295, got {seed}"):

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from automodel.distributed.rank_group import RankGroup
+from automodel.distributed.single import Single
 from automodel.training.loss import IGNORE_INDEX, MaskedCrossEntropy
 from automodel.training.optim import LearningRateSchedule, LrSchedulerConfig
 from automodel.training.step import TrainStep, evaluate
@@ -77,8 +79,9 @@ def make_step(model, *, max_norm=None, optimizer=None, dtype=torch.float32, loss
         loss_fn or MaskedCrossEntropy(fp32_upcast=False),
         optimizer,
         LearningRateSchedule(optimizer, LrSchedulerConfig(**schedule), total_steps=10),
+        strategy=Single(device=CPU, dtype=dtype),
+        data_ranks=RankGroup(),
         max_norm=max_norm,
-        dtype=dtype,
         device=CPU,
     )
 
@@ -205,7 +208,8 @@ def test_autocast_reaches_the_model_and_not_the_parameters():
 
 def run_evaluate(model, batches, **options):
     loss_fn = MaskedCrossEntropy(fp32_upcast=False)
-    return evaluate(model, loss_fn, batches, dtype=torch.float32, device=CPU, **options)
+    strategy = Single(device=CPU, dtype=torch.float32)
+    return evaluate(model, loss_fn, batches, strategy=strategy, data_ranks=RankGroup(), device=CPU, **options)
 
 
 def test_evaluation_is_the_mean_over_all_label_tokens():

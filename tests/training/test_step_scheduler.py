@@ -77,9 +77,26 @@ def test_a_global_batch_that_does_not_divide_evenly_is_named():
         scheduler_of(12, dp_size=4, global_batch_size=12, local_batch_size=2)
 
 
-def test_data_without_a_batch_is_refused():
-    with pytest.raises(ValueError, match=r"holds no full batch; lower step_scheduler\.local_batch_size"):
-        scheduler_of(0)
+@pytest.mark.parametrize(
+    ("batches", "drop_last", "num_samples", "named"), [(0, False, None, 0), (1, True, None, 4), (1, True, 7, 7)]
+)
+def test_data_without_a_step_is_refused(batches, drop_last, num_samples, named):
+    config = StepSchedulerConfig(global_batch_size=8, local_batch_size=2)
+    message = rf"step_scheduler\.global_batch_size must be .* training samples \({named}\), got 8: .*drop_last: false"
+    with pytest.raises(ValueError, match=message):
+        StepScheduler(config, batches_per_epoch=batches, dp_size=2, drop_last=drop_last, num_samples=num_samples)
+
+
+def test_with_drop_last_the_batches_that_make_no_whole_step_are_left_out():
+    config = StepSchedulerConfig(global_batch_size=4, local_batch_size=2, num_epochs=2)
+    scheduler = StepScheduler(config, batches_per_epoch=5, drop_last=True)
+    assert (scheduler.total_steps, scheduler.steps_per_epoch) == (4, 2)
+    assert walk(scheduler, Batches(5)) == [
+        (0, 0, [(0, 0), (0, 1)]),
+        (1, 0, [(0, 2), (0, 3)]),
+        (2, 1, [(1, 0), (1, 1)]),
+        (3, 1, [(1, 2), (1, 3)]),
+    ]
 
 
 def test_a_loader_that_gives_nothing_does_not_hang():
@@ -89,6 +106,13 @@ def test_a_loader_that_gives_nothing_does_not_hang():
 
     with pytest.raises(RuntimeError, match="no batch for step 0 in epoch 0"):
         walk(scheduler_of(3), Empty(3))
+
+
+def test_a_loader_that_ends_early_does_not_hand_out_its_first_batches_again():
+    steps = scheduler_of(3).steps(Batches(2))
+    assert [next(steps), next(steps)] == [[{"epoch": 0, "index": 0}], [{"epoch": 0, "index": 1}]]
+    with pytest.raises(RuntimeError, match="no batch for step 2 in epoch 0"):
+        next(steps)
 
 
 def due_steps(name, batches_per_epoch=4, **settings):

@@ -1,0 +1,49 @@
+"""The file of one rank's output."""
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import logging, os, subprocess, sys
+from pathlib import Path
+from automodel.observe.rank_log import RankLog
+logging.basicConfig(format="%(message)s")
+print("before", flush=True)
+with RankLog() as log:
+    print("waits")
+    logging.warning("a record")
+    subprocess.run(["echo", "a child"], check=True)
+    log.open(Path(sys.argv[1]) / "logs" / "rank_3.log", rank=3, world_size=4)
+    print("at once")
+    assert Path(log.path).read_text().endswith("at once\\n")
+    os.write(2, b"a descriptor\\n")
+    print("on the terminal", file=log.terminal)
+print("after")
+print("after, as an error", file=sys.stderr)
+"""
+
+
+def test_everything_goes_to_the_file_until_the_end(tmp_path):
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert done.stdout == "before\nafter\n"
+        assert done.stderr == "on the terminal\nafter, as an error\n"
+    lines = (tmp_path / "logs" / "rank_3.log").read_text().splitlines()
+    assert len(lines) == 12
+    for header, *rest in (lines[:6], lines[6:]):
+        assert header.startswith("--- 20")
+        assert " rank 3 of 4, process " in header
+        assert rest == ["waits", "a record", "a child", "at once", "a descriptor"]
+
+
+def test_descriptors_are_given_back(tmp_path):
+    code = (
+        "import os\nfrom pathlib import Path\nfrom automodel.observe.rank_log import RankLog\n"
+        "count = lambda: len(os.listdir('/dev/fd'))\nbefore = count()\n"
+        "with RankLog() as log:\n    log.open(Path('x.log'), rank=1, world_size=2)\n"
+        "assert count() == before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=tmp_path, env={**os.environ})
