@@ -125,7 +125,7 @@ def resolve_restore_from_to_checkpoint_dir(checkpoint_dir: str | Path, restore_f
     """Return the checkpoint that `restore_from` names: LATEST, LOWEST_VAL, a name in checkpoint_dir, or a path.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint; the message lists those that are there.
+        FileNotFoundError: there is no such checkpoint, or it is another folder; the message lists those that are there.
         RuntimeError: the checkpoint is the remains of an interrupted save.
     """
     root = Path(checkpoint_dir)
@@ -137,13 +137,24 @@ def resolve_restore_from_to_checkpoint_dir(checkpoint_dir: str | Path, restore_f
         candidates = [path for path in (root / restore_from, Path(restore_from)) if path.is_dir()]
         resolved = candidates[0] if candidates else None
     if resolved is None:
-        there = ", ".join(path.name for path in find_complete_checkpoints(root)) or "none"
         raise FileNotFoundError(
-            f"checkpoint.restore_from: {restore_from!r} names no checkpoint in {root} (complete ones there: {there})"
+            f"checkpoint.restore_from: {restore_from!r} names no checkpoint in {root} ({_complete_ones(root)})"
         )
-    if is_checkpoint_incomplete(resolved):
+    if not is_checkpoint_incomplete(resolved):
+        return resolved
+    if (resolved / _INCOMPLETE_CHECKPOINT_MARKER).exists() or _AUTOMODEL_CHECKPOINT_RE.match(resolved.name):
         raise RuntimeError(f"checkpoint.restore_from: {resolved} was left incomplete by an interrupted save")
-    return resolved
+    # Where the folder around checkpoints was meant for one of them, these are the ones to choose from.
+    folder = next((path for path in (resolved, resolved / "checkpoints") if find_complete_checkpoints(path)), root)
+    raise FileNotFoundError(
+        f"checkpoint.restore_from: {restore_from!r} is no checkpoint of automodel, but the folder {resolved} "
+        f"(in {folder}, {_complete_ones(folder)})"
+    )
+
+
+def _complete_ones(root: Path) -> str:
+    there = ", ".join(path.name for path in find_complete_checkpoints(root)) or "none"
+    return f"complete ones there: {there}"
 
 
 def sync_directory(directory: Path) -> None:

@@ -13,7 +13,6 @@ checkpoint can be restored by another number of ranks than saved it.
 import io
 import json
 import logging
-import math
 import os
 import pickle
 import shutil
@@ -38,12 +37,15 @@ from automodel.checkpoint.directories import (
     find_complete_checkpoints,
     find_latest_checkpoint,
     is_checkpoint_incomplete,
+    list_automodel_checkpoints,
     mark_checkpoint_incomplete,
     point_to,
-    read_checkpoint_pointer,
     resolve_restore_from_to_checkpoint_dir,
     sync_directory,
 )
+from automodel.checkpoint.losses import LOSSES, follow_lowest, read_losses, replace_losses, write_losses
+from automodel.checkpoint.manifest import FORMAT_VERSION, make_manifest, read_manifest
+from automodel.checkpoint.replacement import drop_replaced, put_in_place, replacement_of, settle_replacements
 from automodel.checkpoint.retention import prune_checkpoints
 from automodel.config.sections import refuse, setting
 from automodel.distributed.rank_group import PeerError, RankGroup
@@ -52,8 +54,6 @@ from automodel.models.export import save_for_transformers
 __all__ = ["FORMAT_VERSION", "CheckpointConfig", "CheckpointSaveError", "Checkpointer", "RunState"]
 
 logger = logging.getLogger(__name__)
-
-FORMAT_VERSION = 1
 
 # What reading a damaged or foreign file raises, besides ValueError, which says itself what does not fit.
 _LOAD_ERRORS = (
@@ -164,7 +164,7 @@ class Checkpointer:
         self._lock: FolderLock | None = None
 
     def open(self) -> None:
-        """Make the folder and keep other jobs out of it until `close`.
+        """Make the folder, keep other jobs out of it until `close`, and settle what a killed save left half replaced.
 
         Raises:
             OSError: it cannot be made or written, or this rank does not see it.
@@ -175,6 +175,7 @@ class Checkpointer:
             with self._ranks.together():
                 if self._ranks.is_main:
                     self._lock = FolderLock(self.root)
+                    settle_replacements(self.root)
             self._check_seen(self.root)
         except BaseException:
             self.close()
@@ -222,14 +223,13 @@ class Checkpointer:
         """
         try:
             with self._ranks.together():
-                manifest = _read_manifest(checkpoint)
+                manifest = read_manifest(checkpoint)
                 if not _holds(checkpoint, state.model):
                     other = manifest["model_class"]
                     raise ValueError(
                         f"{checkpoint} holds another model (a {other}) than the one that the recipe builds"
                     )
-            # Before there were several ranks, the manifest did not say how many.
-            self._load_parts(checkpoint, state, saved_ranks=manifest.get("ranks", 1))
+            self._load_parts(checkpoint, state, saved_ranks=manifest["ranks"])
         except _LOAD_ERRORS as error:
             _reraise_interrupt(error)
             raise ValueError(
@@ -265,6 +265,9 @@ class Checkpointer:
     def save(self, state: RunState, *, losses: Mapping[str, float], final: bool) -> Path:
         """Write a checkpoint of the step that just ran, point LATEST (and LOWEST_VAL) to it, and drop old ones.
 
+        A complete checkpoint of the same step is replaced only when the new one is on the disk, which needs room for
+        both.
+
         Args:
             state: The run.
             losses: Metrics of this step, such as `train_loss` and `val_loss`; kept in losses.json.
@@ -279,29 +282,73 @@ class Checkpointer:
         directory = self.root / checkpoint_name(epoch=scheduler["epoch"], step=scheduler["step"])
         try:
             with ranks.together():
-                if ranks.is_main:
-                    self._make_room(directory, state.model)
-            self._check_seen(directory)
-            self._write(directory, state, losses=losses, final=final)
+                place = self._make_room(directory, state.model) if ranks.is_main else directory
+            # The name only: a rank that is told another folder must find out.
+            place = self.root / ranks.broadcast(place.name)
+            self._check_seen(place)
+            self._write(place, state, losses=losses, final=final)
             with ranks.together():
                 if self._is_node_leader:
-                    _sync_tree(directory)
+                    _sync_tree(place)
             # Every rank's part is on the disk; only now may the checkpoint look like one.
             with ranks.together():
                 if ranks.is_main:
-                    clear_checkpoint_incomplete(directory)
+                    clear_checkpoint_incomplete(place)
+                    if place != directory:
+                        put_in_place(directory)
                     point_to(directory, LATEST)
-                    self._follow_lowest(directory, losses)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
             _reraise_interrupt(error)
             raise CheckpointSaveError(
                 f"the checkpoint {directory} could not be written: {self._reason(error)}; "
                 f"the last good checkpoint is {self._last_good()}"
             ) from error
-        keep = self._config.max_recent_checkpoints
-        if keep is not None and ranks.is_main:
-            prune_checkpoints(self.root, keep=keep, is_ours=lambda path: _may_replace(path, state.model))
+        if ranks.is_main:
+            self._tidy(directory, state.model, losses)
         return directory
+
+    def _tidy(self, saved: Path, model: nn.Module, losses: Mapping[str, float]) -> None:
+        """Do what follows a save that is good already: move the other pointer and remove old checkpoints."""
+        keep = self._config.max_recent_checkpoints
+        try:
+            follow_lowest(saved, losses, key=self._config.best_metric_key)
+            drop_replaced(saved)
+            if keep is not None:
+                prune_checkpoints(self.root, keep=keep, is_ours=lambda path: _may_replace(path, model))
+        except OSError as error:
+            logger.warning(
+                "%s is saved, but %s or older checkpoints could not be updated: %s", saved, LOWEST_VAL, error
+            )
+
+    def holds(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is one of those in this folder, rather than a copy or one of another run."""
+        mine = False
+        with self._ranks.together():
+            if self._ranks.is_main:
+                mine = checkpoint.resolve() in [path.resolve() for path in list_automodel_checkpoints(self.root)]
+        return self._ranks.broadcast(mine)
+
+    def update_losses(self, checkpoint: Path, losses: Mapping[str, float]) -> None:
+        """Add metrics to those of a complete checkpoint in this folder, in one step, and let LOWEST_VAL follow them.
+
+        Args:
+            checkpoint: One that `holds` is true for.
+            losses: Metrics of its step; they replace those of the same names.
+
+        Raises:
+            CheckpointSaveError: the file or the pointer could not be written, on every rank; the checkpoint is as good
+                as before.
+        """
+        # Under the name that a pointer can have, however the caller came to the checkpoint.
+        directory = self.root / checkpoint.resolve().name
+        try:
+            with self._ranks.together():
+                if self._ranks.is_main:
+                    merged = {**read_losses(directory), **losses}
+                    replace_losses(merged, directory)
+                    follow_lowest(directory, merged, key=self._config.best_metric_key)
+        except (OSError, PeerError) as error:
+            raise CheckpointSaveError(f"{directory / LOSSES} could not be updated: {self._reason(error)}") from error
 
     def _check_seen(self, folder: Path) -> None:
         """Check that all ranks see a folder that rank zero made; on one that does not, its part would be lost.
@@ -323,21 +370,31 @@ class Checkpointer:
             return f"unknown ({error})"
         return "none" if last is None else str(last)
 
-    def _make_room(self, directory: Path, model: nn.Module) -> None:
-        """Make an empty, marked directory; a complete checkpoint of another model that stands there is moved aside."""
+    def _make_room(self, directory: Path, model: nn.Module) -> Path:
+        """Make an empty, marked directory to write a checkpoint in, and return it.
+
+        It is `directory` itself unless a complete checkpoint stands there, which is kept until the new one is complete
+        too; one of another model is moved aside for good.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
-        if directory.is_dir() and not is_checkpoint_incomplete(directory) and not _may_replace(directory, model):
-            aside = _free_name(directory)
-            logger.warning("%s holds another model; it is kept as %s", directory, aside.name)
-            directory.rename(aside)
-        directory.mkdir(exist_ok=True)
-        mark_checkpoint_incomplete(directory)
+        settle_replacements(self.root)
+        place = directory
+        if directory.is_dir() and not is_checkpoint_incomplete(directory):
+            if _may_replace(directory, model):
+                place = replacement_of(directory)
+            else:
+                aside = _free_name(directory)
+                logger.warning("%s is not a checkpoint of this model; it is kept as %s", directory, aside.name)
+                directory.rename(aside)
+        place.mkdir(exist_ok=True)
+        mark_checkpoint_incomplete(place)
         sync_directory(self.root)
-        for entry in directory.iterdir():
+        for entry in place.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)
             elif not entry.name.startswith("."):
                 entry.unlink()
+        return place
 
     def _write(self, directory: Path, state: RunState, *, losses: Mapping[str, float], final: bool) -> None:
         """Write everything, but leave the directory marked."""
@@ -368,30 +425,16 @@ class Checkpointer:
         scheduler = state.step_scheduler.state_dict()
         _save(scheduler, directory / "step_scheduler.pt")
         (directory / "config.yaml").write_text(self._config_text, encoding="utf-8")
-        _write_json(dict(losses), directory / "losses.json")
-        manifest = {
-            "format": "automodel-checkpoint",
-            "version": FORMAT_VERSION,
-            "step": scheduler["step"],
-            "epoch": scheduler["epoch"],
-            "ranks": self._ranks.size,
-            "model_class": tensors.model_class_name(state.model),
-            "model_signature": tensors.model_signature(state.model),
-            "torch": torch.__version__,
-        }
-        _write_json(manifest, directory / MANIFEST)
-
-    def _follow_lowest(self, directory: Path, losses: Mapping[str, float]) -> None:
-        value = _metric(losses, self._config.best_metric_key)
-        if not math.isfinite(value):
-            return
-        best = read_checkpoint_pointer(self.root, LOWEST_VAL)
-        # The target is incomplete when a save over it was interrupted: its metric is gone then.
-        if best is not None and best != directory and not is_checkpoint_incomplete(best):
-            lowest = _metric(json.loads((best / "losses.json").read_text()), self._config.best_metric_key)
-            if lowest <= value:
-                return
-        point_to(directory, LOWEST_VAL)
+        write_losses(losses, directory)
+        manifest = make_manifest(
+            step=scheduler["step"],
+            epoch=scheduler["epoch"],
+            ranks=self._ranks.size,
+            model_class=tensors.model_class_name(state.model),
+            model_signature=tensors.model_signature(state.model),
+            torch_version=torch.__version__,
+        )
+        (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
     def _reason(self, error: BaseException) -> str:
         """What went wrong, in a line, and on which rank if there are several."""
@@ -413,32 +456,17 @@ def _reraise_interrupt(error: BaseException) -> None:
                 raise inner
 
 
-def _read_manifest(checkpoint: Path) -> dict[str, Any]:
-    try:
-        manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{checkpoint / MANIFEST} is damaged: {error}") from error
-    if manifest["version"] > FORMAT_VERSION:
-        raise ValueError(f"{checkpoint} has format version {manifest['version']}, newer than {FORMAT_VERSION}")
-    return manifest
-
-
 def _holds(checkpoint: Path, model: nn.Module) -> bool:
-    return bool(_read_manifest(checkpoint)["model_signature"] == tensors.model_signature(model))
+    return bool(read_manifest(checkpoint)["model_signature"] == tensors.model_signature(model))
 
 
 def _may_replace(checkpoint: Path, model: nn.Module) -> bool:
     """Whether a complete checkpoint is one of this model, so that the run may overwrite or remove it."""
     try:
         return _holds(checkpoint, model)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         logger.warning("%s is left alone: %s", checkpoint, error)
         return False
-
-
-def _metric(losses: Mapping[str, float], key: str) -> float:
-    """The metric of that name, else the validation loss; infinity where there is neither."""
-    return losses.get(key, losses.get("val_loss", math.inf))
 
 
 def _free_name(directory: Path) -> Path:
@@ -460,10 +488,6 @@ def _load(path: Path) -> dict[str, Any]:
     with tensors.reading(path):
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return state
-
-
-def _write_json(value: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _sync_tree(root: Path) -> None:

@@ -8,6 +8,7 @@ one of them fails all of them raise.
 import hashlib
 import logging
 import math
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -89,7 +91,7 @@ def save_optimizer(
     ranks = ranks or RankGroup()
     with ranks.together():
         state = {"optim": get_optimizer_state_dict(model, optimizer)}
-    _write(state, dcp.FileSystemWriter(str(directory)), ranks=ranks)
+    _write(state, _StateWriter(str(directory)), ranks=ranks)
 
 
 def load_optimizer(
@@ -174,6 +176,33 @@ def reading(file: Path) -> Iterator[None]:
     except Exception as error:
         text = str(error) or type(error).__name__
         raise DamagedFileError(text if str(file) in text else f"{file}: {text}") from error
+
+
+class _StateWriter(dcp.FileSystemWriter):
+    """A DCP writer that tells why it could not write: PyTorch's archives report a full disk as a wrong offset."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # Here, since what an error was caused by is lost on its way to the other ranks.
+            failure = _write_failure(error, Path(self.path))
+            raise failure from (None if failure is error else error)
+
+
+def _write_failure(error: RuntimeError, folder: Path) -> Exception:
+    """The operating system's error behind one of PyTorch's, if there is one; else the error, with what may be why."""
+    cause: BaseException | None = error
+    seen = set()
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, OSError):
+            return OSError(cause.errno, cause.strerror or str(cause), str(folder))
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
+    if not any(writer in str(error) for writer in ("inline_container", "PytorchStreamWriter")):
+        return error
+    free = shutil.disk_usage(folder).free / 2**20
+    return RuntimeError(f"{folder} could not be written: the disk may be full ({free:.1f} MiB are free): {error}")
 
 
 class _StateReader(dcp.FileSystemReader):

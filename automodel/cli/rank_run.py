@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel.cli.complaints import complain
-from automodel.cli.output import say
-from automodel.observe.rank_log import RankLog
+from automodel.cli.output import say, silence_stdout
+from automodel.observe.rank_log import RankLog, flush_streams
 from automodel.observe.run_folder import RunFolder
 from automodel.observe.timeline import Timeline
 
@@ -32,6 +32,12 @@ logger = logging.getLogger(__name__)
 FAILED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
+_ANNOUNCED = {
+    "automodel.checkpoint.store.CheckpointSaveError",
+    "automodel.distributed.failures.PeerFailureError",
+    "automodel.distributed.rank_group.PeerError",
+    "automodel.training.loss.NonFiniteLossError",
+}
 _LATE_JOIN = 10.0  # seconds for a rank to join just to find out whether another one has told its mistake
 
 
@@ -51,16 +57,17 @@ class RankRun:
         """Load the recipe and train; returns the exit status.
 
         A failed rank of several whose process group is open does not return, since the end of the group may wait for
-        collectives that never end.
+        collectives that never end; nor does a process that was interrupted while it imported torch, since what torch
+        does at the end of a process needs all of it.
         """
         with ExitStack() as stack:
             stack.callback(self._close_log)
             if self._launch.rank > 0:
                 self._log = RankLog().__enter__()
             status = self._attempt(load, stack)
-        if status != 0 and self._membership is not None and self._membership.has_open_group:
-            sys.stdout.flush()
-            sys.stderr.flush()
+        flush_streams()
+        has_open_group = self._membership is not None and self._membership.has_open_group
+        if status != 0 and (has_open_group or _is_torch_half_imported()):
             os._exit(status)
         return status
 
@@ -127,7 +134,7 @@ class RankRun:
         else:
             folder = RunFolder.make_new(Path("runs"), Path(self._args.recipe).stem)
         self._membership.share("run_folder", str(folder.path.absolute()))
-        say(f"run folder: {folder.path}{' (continued)' if folder.is_continued else ''}")
+        _say(f"run folder: {folder.path}{' (continued)' if folder.is_continued else ''}")
         return folder
 
     def _train(self) -> int:
@@ -135,8 +142,8 @@ class RankRun:
         self._close()
         if self._launch.rank == 0:
             losses = ", ".join(f"{name} {value:.4f}" for name, value in outcome.losses.items())
-            say(f"{outcome.status}: {outcome.steps_run} steps run{', ' + losses if losses else ''}")
-            say(f"report: {outcome.report}")
+            _say(f"{outcome.status}: {outcome.steps_run} steps run{', ' + losses if losses else ''}")
+            _say(f"report: {outcome.report}")
         return 0
 
     def _close(self) -> None:
@@ -153,9 +160,14 @@ class RankRun:
         if launch.world_size == 1:
             return complain(error, status=status, with_traceback=with_traceback)
         membership = self._membership or self._join_late(error)
-        is_cause = membership is None or membership.announce_failure(error)
-        if self._log is not None:
-            traceback.print_exception(error)
+        if membership is None:
+            # Ctrl-C reaches all ranks, and they cannot agree who says so.
+            is_cause = not isinstance(error, KeyboardInterrupt) or launch.rank == 0
+        else:
+            is_cause = membership.announce_failure(error)
+            if not is_cause:
+                # The rank whose error is shown has its own status.
+                status = FAILED
         if is_cause:
             stream, hint = (sys.stderr, None) if self._log is None else (self._log.terminal, self._log.path)
             complain(
@@ -163,12 +175,12 @@ class RankRun:
                 status=status,
                 with_traceback=with_traceback,
                 rank=launch.rank,
+                is_shared=isinstance(error, KeyboardInterrupt) or (status == FAILED and _is_announced(error)),
                 traceback_file=hint,
                 stream=stream,
             )
-        elif status == USAGE_ERROR:
-            # Whose mistake it is says so with its own status.
-            status = FAILED
+        # Only now, since the log may be on the disk that has failed.
+        self._log_traceback(error, is_shown=is_cause)
         try:
             self._close()
         finally:
@@ -176,8 +188,24 @@ class RankRun:
                 membership.close()
         return status
 
+    def _log_traceback(self, error: BaseException, *, is_shown: bool) -> None:
+        log = self._log
+        if log is None:
+            return
+        try:
+            log.write("".join(traceback.format_exception(error)))
+        except OSError as failure:
+            if is_shown:
+                with contextlib.suppress(OSError):
+                    print(f"  (the log of rank {self._launch.rank} cannot be written: {failure})", file=log.terminal)
+
     def _join_late(self, error: BaseException) -> "Membership | None":
-        """Join the job after a mistake that came before this rank could, so that one rank alone tells it."""
+        """Join the job after a mistake that came before this rank could, so that one rank alone tells it.
+
+        An interrupt may have come while torch was imported, which cannot be tried again.
+        """
+        if isinstance(error, KeyboardInterrupt) and "automodel.distributed.membership" not in sys.modules:
+            return None
         from automodel.distributed.membership import JoinError, Membership
 
         if not isinstance(error, JoinError):
@@ -209,9 +237,14 @@ class RankRun:
             complain(failure.as_error, status=FAILED, with_traceback=None, rank=rank, stream=stream)
 
     def _open_log(self, folder: RunFolder) -> None:
+        """Write to the log in the run folder from now on; a run goes on without one, too."""
         assert self._log is not None
-        rank = self._launch.rank
-        self._log.open(folder.rank_log(rank), rank=rank, world_size=self._launch.world_size)
+        log, rank = self._log, self._launch.rank
+        try:
+            log.open(folder.rank_log(rank), rank=rank, world_size=self._launch.world_size)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                print(f"WARNING: the log of rank {rank} cannot be written: {error}", file=log.terminal)
 
     def _close_log(self) -> None:
         log, self._log = self._log, None
@@ -219,11 +252,20 @@ class RankRun:
             log.__exit__(None, None, None)
 
 
-def _is_announced(error: BaseException) -> bool:
-    """Whether the loop announces errors of this class, so that they are none of the program."""
-    from automodel.checkpoint.store import CheckpointSaveError
-    from automodel.distributed.failures import PeerFailureError
-    from automodel.distributed.rank_group import PeerError
-    from automodel.training.loss import NonFiniteLossError
+def _say(text: str) -> None:
+    """Print a line; where it cannot be written (a closed terminal, a full disk), it and the later ones go nowhere."""
+    try:
+        say(text)
+    except OSError:
+        silence_stdout()
 
-    return isinstance(error, NonFiniteLossError | CheckpointSaveError | PeerError | PeerFailureError)
+
+def _is_torch_half_imported() -> bool:
+    """Whether an import of torch was interrupted, which cannot be tried again."""
+    return "torch" not in sys.modules and "torch._C" in sys.modules
+
+
+def _is_announced(error: BaseException) -> bool:
+    """Whether the loop announces errors of this class, on all ranks alike, so that they are none of the program."""
+    # By name: to import their modules may take seconds, in which the other ranks end and the launcher ends this one.
+    return any(f"{kind.__module__}.{kind.__qualname__}" in _ANNOUNCED for kind in type(error).__mro__)

@@ -49,9 +49,17 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         launch = read_launch_environment()
-        processes = _count_processes(args.nproc_per_node, launch)
     except ValueError as error:
         return complain(error, status=USAGE_ERROR, with_traceback=args.traceback)
+    try:
+        processes = _count_processes(args.nproc_per_node, launch)
+    except ValueError as error:
+        # The processes of one machine make the same mistake.
+        return (
+            complain(error, status=USAGE_ERROR, with_traceback=args.traceback)
+            if launch.local_rank == 0
+            else USAGE_ERROR
+        )
     if args.dry_run:
         return _print_plan(args, processes) if launch.rank == 0 else 0
     if processes > 1 and launch.launcher is None:

@@ -26,7 +26,7 @@ class StatefulDataLoader:
     on how many ranks share it, and all ranks have equally many batches. With `drop_last` an incomplete last global
     batch is left out. Without, every sample is handed out: the last global batch is divided as evenly as possible, and
     a rank for which no sample is left gets a stand-in, made of one sample of that global batch, whose `labels` are all
-    `IGNORE_INDEX`. So that rank takes part in every forward pass and adds nothing to a sum over label tokens.
+    `ignore_index`. So that rank takes part in every forward pass and adds nothing to a sum over label tokens.
 
     Epochs: an iteration always runs the epoch that `set_epoch` or `load_state_dict` chose last (0 at first), from its
     beginning. Only the first iteration after `load_state_dict` starts where the state says. Nothing but `set_epoch`
@@ -58,11 +58,13 @@ class StatefulDataLoader:
         persistent_workers: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        ignore_index: int = IGNORE_INDEX,
     ) -> None:
         """Prepare the loader; workers start with the first iteration.
 
-        `collate_fn` is `collate.default_collater` by default. `num_workers`, `pin_memory`, `prefetch_factor` and
-        `persistent_workers` are those of torch's DataLoader.
+        `ignore_index` is the label that does not count in the loss, for batches that stand in. `collate_fn` is
+        `collate.default_collater` by default. `num_workers`, `pin_memory`, `prefetch_factor` and `persistent_workers`
+        are those of torch's DataLoader.
 
         Raises:
             ValueError: the dataset is an iterable one (not available yet), empty, or with `drop_last` too small for a
@@ -78,6 +80,7 @@ class StatefulDataLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self._ignore_index = ignore_index
         self.epoch = 0
         self.batches_seen = 0
         self._start = 0
@@ -192,7 +195,7 @@ class StatefulDataLoader:
             handed_out = {**batch, "sample_indices": indices}
             if self._sampler.idle_ranks and position == len(self):
                 # Ranks with samples check, too: one that went on alone would wait for the others' collectives.
-                ignored = _ignored_labels(batch, self._sampler)
+                ignored = _ignored_labels(batch, self._sampler, ignore_index=self._ignore_index)
                 if not indices:
                     handed_out["labels"] = ignored
             self.batches_seen = position
@@ -284,7 +287,7 @@ class _BatchDataset(Dataset[tuple[list[int], Mapping[str, Any]]]):
         return part.samples, self._collate([self._dataset[index] for index in part.samples or [part.stand_in]])
 
 
-def _ignored_labels(batch: Mapping[str, Any], sampler: _GlobalBatchSampler) -> torch.Tensor:
+def _ignored_labels(batch: Mapping[str, Any], sampler: _GlobalBatchSampler, *, ignore_index: int) -> torch.Tensor:
     """Return labels like those of the batch, of which none counts.
 
     Raises:
@@ -299,7 +302,7 @@ def _ignored_labels(batch: Mapping[str, Any], sampler: _GlobalBatchSampler) -> t
             f"({sampler.num_samples} samples, batch_size {sampler.batch_size}) and need labels to mask; "
             "drop_last leaves that batch out"
         )
-    return torch.full_like(labels, IGNORE_INDEX)
+    return torch.full_like(labels, ignore_index)
 
 
 def _leave_stop_signals_to_the_trainer(worker: int) -> None:

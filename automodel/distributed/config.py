@@ -17,6 +17,8 @@ __all__ = [
 
 Strategy = Literal["fsdp2", "ddp", "megatron_fsdp"]
 
+_DTYPE_NAMES = ("float32", "fp32", "bfloat16", "bf16", "float16", "fp16", "float64")
+
 _ALIASES: dict[str, Strategy] = {"megatron-fsdp": "megatron_fsdp", "mfsdp": "megatron_fsdp"}
 
 
@@ -32,6 +34,12 @@ class MixedPrecisionConfig:
     reduce_dtype: str | None = setting(None, "dtype in which FSDP2 reduces gradients; null: float32")
     output_dtype: str | None = setting(None, "dtype of the outputs of FSDP2 units; null: as computed")
     cast_forward_inputs: bool = setting(True, "cast floating inputs of FSDP2 units to param_dtype")
+
+    def __post_init__(self) -> None:
+        for name in ("reduce_dtype", "output_dtype"):
+            value = getattr(self, name)
+            if value is not None and value.removeprefix("torch.") not in _DTYPE_NAMES:
+                raise refuse(f"distributed.mp_policy.{name}", value, f"null or one of {', '.join(_DTYPE_NAMES)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +77,13 @@ class DistributedConfig:
     ep_size: int | None = setting(None, "expert-parallel ranks", off=(None, 1))
     sequence_parallel: bool | None = setting(None, "shard activations along the sequence", off=(None, False))
     activation_checkpointing: bool | Literal["full", "selective"] | None = setting(
-        None, "recompute blocks in the backward pass: full (true), or selective, which keeps matrix products"
+        None, "recompute blocks in the backward pass: full (true), or selective (matrix products are kept)"
     )
     pipeline: ConfigNode | None = setting(None, "options of pipeline parallelism; no effect while pp_size is 1")
     moe: ConfigNode | None = setting(None, "options of expert parallelism; no effect while ep_size is 1")
     multimodal: ConfigNode | None = setting(None, "options for frozen towers; no effect on a text model")
     defer_fsdp_grad_sync: bool | None = setting(
-        None, "reduce gradients once per step (true, null), or after every forward pass, which takes less memory"
+        None, "reduce gradients once per step (true, null), or after every pass, which takes less memory"
     )
     enable_async_tensor_parallel: bool | None = setting(None, "overlap tensor-parallel collectives", off=(None, False))
     enable_fsdp2_prefetch: bool | None = setting(
@@ -90,7 +98,7 @@ class DistributedConfig:
         None, "FSDP2 frees a block's gathered parameters after its forward pass (true, null)"
     )
     offload_policy: bool | OffloadConfig | None = setting(
-        None, "FSDP2 keeps parameters, gradients and optimizer state in host memory: true, or a mapping with options"
+        None, "FSDP2 keeps parameters, gradients and optimizer state in host memory: true, or a mapping"
     )
 
     def __post_init__(self) -> None:
@@ -137,6 +145,22 @@ class DistributedConfig:
                 return self.activation_checkpointing
             case _:
                 return None
+
+    def ignored_options(self, world_size: int) -> list[str]:
+        """The keys that ask for something which this strategy, or a single process, does not do."""
+        if world_size == 1:
+            asked = {"offload_policy": self.offloading is not None}
+        elif self.strategy_name == "fsdp2":
+            depths = ("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth")
+            asked = {name: getattr(self, name) is not None and not self.enable_fsdp2_prefetch for name in depths}
+        else:
+            asked = {
+                "enable_fsdp2_prefetch": bool(self.enable_fsdp2_prefetch),
+                "reshard_after_forward": self.reshard_after_forward is not None,
+                "mp_policy.output_dtype": self.mp_policy.output_dtype is not None,
+                "mp_policy.reduce_dtype": self.strategy_name == "ddp" and self.mp_policy.reduce_dtype is not None,
+            }
+        return [f"distributed.{name}" for name, is_asked in asked.items() if is_asked]
 
     def sizes(self, world_size: int) -> ParallelSizes:
         """Divide the processes into dimensions, before any model is built.

@@ -6,7 +6,7 @@ from typing import Literal
 
 from automodel.distributed.slurm import derive_port, expand_nodelist, tasks_on_node
 
-__all__ = ["LaunchEnvironment", "read_launch_environment", "unset_rank_defaults"]
+__all__ = ["LaunchEnvironment", "is_speaker", "read_launch_environment", "unset_rank_defaults"]
 
 Launcher = Literal["torchrun", "slurm"]
 
@@ -54,13 +54,22 @@ def read_launch_environment() -> LaunchEnvironment:
     return LaunchEnvironment()
 
 
+def is_speaker() -> bool:
+    """Whether this process tells a mistake that all those of its job make: rank zero, or one without a valid rank."""
+    try:
+        return read_launch_environment().rank == 0
+    except ValueError:
+        return True
+
+
 def unset_rank_defaults(processes: int) -> dict[str, str]:
     """Return the settings that `processes` ranks on this machine should have and the environment leaves open.
 
     Each gets its share of the cores, and gloo meets on the loopback interface, whatever the host's name resolves to.
+    PyTorch's C++ part writes errors only: its warning about a store that has gone would bury the line that says so.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    defaults = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores // processes)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if os.uname().sysname == "Linux":
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
     return {name: value for name, value in defaults.items() if name not in os.environ}

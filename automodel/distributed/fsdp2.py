@@ -9,9 +9,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from automodel.distributed.config import DistributedConfig
 from automodel.distributed.mesh import Mesh
-from automodel.distributed.units import Unit, find_units
+from automodel.distributed.units import find_units
 
 __all__ = ["Fsdp2", "parse_policy_dtype"]
+
+_POLICY_OF_PARTS = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -39,8 +41,8 @@ class Fsdp2:
         policy = config.mp_policy
         self._mp_policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
-            reduce_dtype=parse_policy_dtype(policy.reduce_dtype, name="reduce_dtype") or torch.float32,
-            output_dtype=parse_policy_dtype(policy.output_dtype, name="output_dtype"),
+            reduce_dtype=parse_policy_dtype(policy.reduce_dtype) or torch.float32,
+            output_dtype=parse_policy_dtype(policy.output_dtype),
             cast_forward_inputs=policy.cast_forward_inputs,
         )
         offloading = config.offloading
@@ -56,16 +58,16 @@ class Fsdp2:
         """Shard the units of `units.find_units`, the root last; a model with values is that of rank zero on every rank.
 
         Raises:
-            ValueError: a module holds trainable parameters of several dtypes, which FSDP2 cannot gather together.
+            ValueError: FSDP2 cannot shard a parameter, or not together with another one; the message names it.
         """
         units = find_units(model)
-        parts = [_parts_of_other_dtypes(unit) for unit in units]
+        _check_parameters(model)
         self._mesh.world.broadcast_tensors(_tensors_with_values(model))
-        for unit, others in zip(units, parts, strict=True):
-            for part in others:
-                self._fully_shard(part, reshard_after_forward=None)
+        for unit in units:
             reshard = self._config.reshard_after_forward if unit.kind == "block" else None
-            self._fully_shard(unit.module, reshard_after_forward=reshard)
+            # A part keeps the dtype that sets it apart.
+            policy = _POLICY_OF_PARTS if unit.kind == "part" else self._mp_policy
+            self._fully_shard(unit.module, policy=policy, reshard_after_forward=reshard)
         if self._config.enable_fsdp2_prefetch:
             _prefetch(
                 [unit.module for unit in units if unit.kind == "block"],
@@ -95,71 +97,46 @@ class Fsdp2:
         module.set_requires_gradient_sync(is_last or not self._defer_sync)
         yield
 
-    def _fully_shard(self, module: nn.Module, *, reshard_after_forward: bool | None) -> None:
+    def _fully_shard(
+        self, module: nn.Module, *, policy: MixedPrecisionPolicy, reshard_after_forward: bool | None
+    ) -> None:
         fully_shard(
             module,
             mesh=self._mesh.fsdp_mesh(),
             reshard_after_forward=reshard_after_forward,
-            mp_policy=self._mp_policy,
+            mp_policy=policy,
             offload_policy=self._offload_policy,
         )
 
 
-def parse_policy_dtype(value: str | None, *, name: str) -> torch.dtype | None:
-    """Read a dtype of `distributed.mp_policy`.
-
-    Raises:
-        ValueError: it names no floating-point dtype.
-    """
+def parse_policy_dtype(value: str | None) -> torch.dtype | None:
+    """Read a dtype of `distributed.mp_policy`, whose section has checked the name."""
     if value is None:
         return None
     short = value.removeprefix("torch.")
-    dtype = getattr(torch, _DTYPE_ALIASES.get(short, short), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"distributed.mp_policy.{name} must name a floating-point dtype, got {value!r}")
+    dtype: torch.dtype = getattr(torch, _DTYPE_ALIASES.get(short, short))
     return dtype
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Refuse what FSDP2 cannot shard, before anything is.
+
+    Raises:
+        ValueError: a parameter is a scalar or not contiguous.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise ValueError(
+                f"distributed.strategy fsdp2: parameter {name} is a scalar, which cannot be sharded; use ddp"
+            )
+        if not parameter.is_contiguous():
+            raise ValueError(f"distributed.strategy fsdp2: parameter {name} is not contiguous; use ddp")
 
 
 def _tensors_with_values(model: nn.Module) -> list[torch.Tensor]:
     """The parameters and buffers that are not on the meta device, each once."""
     tensors = (*model.parameters(), *model.buffers())
     return [tensor.detach() for tensor in tensors if not tensor.is_meta]
-
-
-def _parts_of_other_dtypes(unit: Unit) -> list[nn.Module]:
-    """The modules of a unit whose trainable parameters have another dtype than most of the unit's.
-
-    A router that stays in float32 inside a bfloat16 block becomes a unit of its own, since a unit is gathered as one
-    tensor.
-
-    Raises:
-        ValueError: such a module holds parameters of several dtypes.
-    """
-    own = set(unit.parameters)
-    sizes: dict[torch.dtype, int] = {}
-    holders: list[tuple[str, nn.Module, set[torch.dtype]]] = []
-    for path, module in unit.module.named_modules():
-        name = ".".join(part for part in (unit.name, path) if part)
-        prefix = f"{name}." if name else ""
-        dtypes = set()
-        for local_name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and prefix + local_name in own:
-                dtypes.add(parameter.dtype)
-                sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-        if dtypes:
-            holders.append((name, module, dtypes))
-    if len(sizes) < 2:
-        return []
-    most = max(sizes, key=lambda dtype: sizes[dtype])
-    others = [(name, module) for name, module, dtypes in holders if dtypes != {most}]
-    for name, module in others:
-        found = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
-        if len(found) > 1:
-            raise ValueError(
-                f"distributed.strategy fsdp2: {name} holds trainable parameters of several dtypes "
-                f"({', '.join(sorted(map(str, found)))}), which cannot be gathered together; set model.torch_dtype"
-            )
-    return [module for _, module in others]
 
 
 def _prefetch(blocks: Sequence[nn.Module], *, forward_depth: int, backward_depth: int) -> None:

@@ -5,9 +5,9 @@ once and as they come, each rank ends when it is ready, and only what the ranks 
 """
 
 import logging
+import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +30,7 @@ _HOST = "127.0.0.1"
 _PERIOD = 0.1  # seconds between two looks at the ranks
 _AFTER_FAILURE = END_GRACE + LINGER + 3.0  # seconds in which ranks end by themselves after one has failed
 _CLOSING = 2  # seconds that SIGTERM has before SIGKILL follows
+_INTERRUPTED = 130  # the exit status of a rank that Ctrl-C has ended
 _CTRL_C_KILLS = 3  # the first saves, the second interrupts
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -63,7 +64,8 @@ class LaunchOutcome:
 def launch_ranks(words: Sequence[str], *, processes: int) -> LaunchOutcome:
     """Run `python -m automodel WORDS` in so many processes on this machine, as ranks of one job, until all have ended.
 
-    Call it in the main thread; SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to the ranks meanwhile.
+    Call it in the main thread; SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to the ranks meanwhile,
+    except those that this process ignores, such as SIGHUP under nohup.
     """
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     environments = {
@@ -81,8 +83,8 @@ def launch_ranks(words: Sequence[str], *, processes: int) -> LaunchOutcome:
         for rank in range(processes)
     }
     arguments = (*_interpreter_options(), "-m", "automodel", *words)
-    with tempfile.TemporaryDirectory(prefix="automodel-ranks-") as folder, _Forwarding() as forwarding:
-        context = _start(arguments, environments, folder=folder)
+    with _Forwarding() as forwarding:
+        context = _start(arguments, environments)
         try:
             ranks = _Ranks(context, board=open_board(store))
             forwarding.start(ranks)
@@ -92,7 +94,7 @@ def launch_ranks(words: Sequence[str], *, processes: int) -> LaunchOutcome:
         return LaunchOutcome(statuses=ranks.statuses, message=ranks.message, signal=forwarding.first)
 
 
-def _start(arguments: tuple[str, ...], environments: dict[int, dict[str, str]], *, folder: str) -> SubprocessContext:
+def _start(arguments: tuple[str, ...], environments: dict[int, dict[str, str]]) -> SubprocessContext:
     """Start the ranks in a thread, since in the main thread the library takes the signals over."""
     # It warns about that, and tells in lines of its own what this module tells in one.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -103,7 +105,8 @@ def _start(arguments: tuple[str, ...], environments: dict[int, dict[str, str]], 
             entrypoint=sys.executable,
             args=dict.fromkeys(environments, arguments),
             envs=environments,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            # No folder, which would stay where this process is killed.
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         )
         context = started.result()
     assert isinstance(context, SubprocessContext)
@@ -116,13 +119,25 @@ class _Ranks:
     def __init__(self, context: SubprocessContext, *, board: FailureBoard) -> None:
         self._processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
         self._board = board
-        self.message: str | None = None
+        self._culprit: tuple[int, int] | None = None
 
     @property
     def statuses(self) -> tuple[int, ...]:
         """Exit statuses by rank; a rank that has not ended counts as killed."""
         statuses = (process.returncode for _, process in sorted(self._processes.items()))
         return tuple(-signal.SIGKILL if status is None else status for status in statuses)
+
+    @property
+    def message(self) -> str | None:
+        """What the first rank that failed could not say itself."""
+        if self._culprit is None:
+            return None
+        rank, status = self._culprit
+        # A rank that is interrupted before it has joined leaves it to rank zero to say so.
+        if status in (_INTERRUPTED, -signal.SIGINT) and self.statuses[0] == _INTERRUPTED:
+            return None
+        hint = " (was there enough memory?)" if status == -signal.SIGKILL else ""
+        return f"[rank {rank}] {_describe_end(status)}{hint}"
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the ranks that still run."""
@@ -147,10 +162,8 @@ class _Ranks:
 
     def _announce(self, rank: int, status: int) -> None:
         """Tell the other ranks, unless the rank has done so."""
-        text = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-        if self._board.announce(rank, text):
-            hint = " (was there enough memory?)" if status == -signal.SIGKILL else ""
-            self.message = f"[rank {rank}] {text}{hint}"
+        if self._board.announce(rank, _describe_end(status)):
+            self._culprit = rank, status
 
 
 class _Forwarding:
@@ -168,6 +181,8 @@ class _Forwarding:
 
     def __enter__(self) -> Self:
         for number in _FORWARDED:
+            if signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._forward)
         return self
 
@@ -189,6 +204,12 @@ class _Forwarding:
         if self._ranks is not None:
             insists = self._received.count(signal.SIGINT) >= _CTRL_C_KILLS
             self._ranks.send(signal.SIGKILL if insists else received)
+
+
+def _describe_end(status: int) -> str:
+    if status == _INTERRUPTED:
+        return "was interrupted"
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
 
 
 def _interpreter_options() -> tuple[str, ...]:

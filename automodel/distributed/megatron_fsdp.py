@@ -41,14 +41,13 @@ class MegatronFsdp:
         Raises:
             ImportError: the package is not installed, or does not import.
             RuntimeError: there is no CUDA device.
-            ValueError: mp_policy.reduce_dtype names no floating-point dtype.
         """
         self._package = _import_package()
         self.averages_over = mesh.sizes.data
         self.autocast_dtype = dtype
         self._mesh = mesh
         self._device = device
-        reduce_dtype = parse_policy_dtype(config.mp_policy.reduce_dtype, name="reduce_dtype") or torch.float32
+        reduce_dtype = parse_policy_dtype(config.mp_policy.reduce_dtype) or torch.float32
         self._mp_policy = self._package.MixedPrecisionPolicy(
             main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=reduce_dtype
         )

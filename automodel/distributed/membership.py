@@ -139,7 +139,7 @@ class Membership:
         if not self._wait(lambda: self._store.check([key]), self._meeting.timeout):
             raise JoinError(
                 f"rank 0 did not get as far as the others within {_minutes(self._meeting.timeout)} "
-                "(dist_env.timeout_minutes)"
+                f"(dist_env.timeout_minutes); they meet at {self._place}"
             )
         return self._store.get(key).decode()
 
@@ -223,6 +223,11 @@ class Membership:
         return self._meeting.board
 
     @property
+    def _place(self) -> str:
+        assert self._meeting is not None
+        return self._meeting.place
+
+    @property
     def _store(self) -> dist.Store:
         assert self._meeting is not None
         return self._meeting.store
@@ -274,7 +279,7 @@ class Membership:
             named = ", ".join(missing[:_MISSING_SHOWN]) + (", ..." if len(missing) > _MISSING_SHOWN else "")
             raise JoinError(
                 f"{len(missing)} of {self.size} ranks did not join within {_minutes(seconds)} "
-                f"(dist_env.timeout_minutes): rank {named}"
+                f"(dist_env.timeout_minutes): rank {named}; they meet at {self._place}"
             )
 
     def _meet_failure(self, watch: FailureWatch, failure: Failure) -> None:
@@ -285,14 +290,15 @@ class Membership:
             tell = self._on_peer_failure
         if tell is not None and not is_own:
             tell(failure)
-        self._note_failure()
+        self._note_failure(is_store_gone=failure.rank is None)
         if not watch.stops_within(OWN_GRACE if is_own else END_GRACE):
             # A collective on a GPU cannot be interrupted, and the interpreter would wait for it.
             os._exit(1)
 
-    def _note_failure(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._board.count("noticed")
+    def _note_failure(self, *, is_store_gone: bool = False) -> None:
+        if not is_store_gone:
+            with contextlib.suppress(RuntimeError):
+                self._board.count("noticed")
         self._has_noticed.set()
 
     def _end_together(self, meeting: "_Meeting") -> None:
@@ -336,6 +342,7 @@ class _Meeting:
         lifeline: A connection on which nothing is sent; it ends with the process that keeps the store.
         keeps_store: Whether that is this process.
         timeout: Seconds for which ranks are waited for.
+        place: Where they meet, and who says so.
     """
 
     def __init__(self, launch: LaunchEnvironment, *, timeout_seconds: float) -> None:
@@ -346,6 +353,7 @@ class _Meeting:
         assert host is not None
         assert port is not None
         self.timeout = timeout_seconds
+        self.place = f"{host}:{port} (MASTER_ADDR, MASTER_PORT)"
         self.keeps_store = launch.rank == 0 and not launch.uses_agent_store
         keeper = _keep_store(port) if self.keeps_store else None
         if keeper is not None:

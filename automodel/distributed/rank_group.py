@@ -64,7 +64,10 @@ class RankGroup:
         """Overwrite the tensors, which every rank passes in the same order, with those of rank zero."""
         if self._group is not None:
             for tensor in tensors:
-                dist.broadcast(tensor, group=self._group, group_src=0)
+                # As bytes: not every library carries every dtype.
+                flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+                dist.broadcast(flat, group=self._group, group_src=0)
+                tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the element-wise sums over all ranks, in float64; every rank passes equally many numbers."""

@@ -83,6 +83,10 @@ def make_strategy(config: DistributedConfig, *, mesh: Mesh, device: torch.device
         device: Where this rank computes.
         dtype: The dtype of the computation; float32: that of the parameters.
     """
+    ignored = config.ignored_options(mesh.world.size)
+    if ignored and mesh.world.is_main:
+        where = "in a single process" if mesh.world.size == 1 else f"with strategy {config.strategy_name} as it is set"
+        logger.warning("no effect %s: %s", where, ", ".join(ignored))
     if mesh.world.size == 1:
         return Single(device=device, dtype=dtype)
     match config.strategy_name:

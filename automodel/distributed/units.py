@@ -14,7 +14,7 @@ from torch import nn
 
 __all__ = ["Unit", "bytes_per_rank", "describe_units", "find_blocks", "find_units"]
 
-UnitKind = Literal["block", "embedding", "head", "root"]
+UnitKind = Literal["part", "block", "embedding", "head", "root"]
 
 _MOST_RANGES = 8  # of block numbers in one line
 
@@ -58,6 +58,12 @@ def find_units(model: nn.Module) -> list[Unit]:
     stay with the root. A block that shares a parameter with a module outside it is none either. A model that does not
     say what its embedding and its head are has the first `nn.Embedding` outside the blocks for the one, and for the
     other an `nn.Linear` outside them that returns one value per row of that embedding.
+
+    A unit is gathered as one tensor: a module inside it whose trainable parameters have another dtype than most, such
+    as a router that stays in float32, is a unit of its own before it, of kind "part".
+
+    Raises:
+        ValueError: such a module holds parameters of several dtypes.
     """
     places = _places_of_parameters(model)
     blocks = find_blocks(model)
@@ -77,8 +83,8 @@ def find_units(model: nn.Module) -> list[Unit]:
         if not mine or shares or mine & owned:
             continue
         owned |= mine
-        units.append(_make_unit(module, name=name, kind=kind, skip=set()))
-    units.append(_make_unit(model, name="", kind="root", skip=owned))
+        units += _split_by_dtype(_make_unit(module, name=name, kind=kind, skip=set()))
+    units += _split_by_dtype(_make_unit(model, name="", kind="root", skip=owned))
     return units
 
 
@@ -186,6 +192,35 @@ def _make_unit(module: nn.Module, *, name: str, kind: UnitKind, skip: set[str]) 
         num_parameters=sum(parameter.numel() for parameter in own.values()),
         num_bytes=sum(parameter.numel() * parameter.element_size() for parameter in own.values()),
     )
+
+
+def _split_by_dtype(unit: Unit) -> list[Unit]:
+    """The unit without the modules of other dtypes in it, after those modules."""
+    sizes: dict[torch.dtype, int] = {}
+    dtypes: dict[str, set[torch.dtype]] = {}
+    for name, parameter in _unit_parameters(unit).items():
+        if parameter.requires_grad:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+            dtypes.setdefault(name.rpartition(".")[0], set()).add(parameter.dtype)
+    if len(sizes) < 2:
+        return [unit]
+    most = max(sizes, key=lambda dtype: sizes[dtype])
+    parts = []
+    for owner in (name for name, found in dtypes.items() if found != {most}):
+        module = unit.module.get_submodule(owner.removeprefix(unit.name).removeprefix("."))
+        found = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+        if len(found) > 1:
+            raise ValueError(
+                f"distributed.strategy fsdp2: {owner or 'the model'} holds trainable parameters of several dtypes "
+                f"({', '.join(sorted(map(str, found)))}), which cannot be gathered together; set model.torch_dtype to "
+                "float32, or use strategy ddp"
+            )
+        parts.append(_make_unit(module, name=owner, kind="part", skip=set()))
+    skip = {name for part in parts for name in part.parameters}
+    skip |= {f"{unit.name}.{name}".removeprefix(".") for name, _ in unit.module.named_parameters()}.difference(
+        unit.parameters
+    )
+    return [*parts, _make_unit(unit.module, name=unit.name, kind=unit.kind, skip=skip)]
 
 
 def _unit_parameters(unit: Unit) -> dict[str, nn.Parameter]:

@@ -17,7 +17,7 @@ from automodel.models.config_overrides import (
     report_unknown,
 )
 
-__all__ = ["ConfigSource", "as_config", "config_for_weights", "load_config", "set_for_training"]
+__all__ = ["ConfigSource", "as_config", "config_for_weights", "load_config", "set_for_training", "switch_cache_off"]
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +111,18 @@ def _commit_beside_config(
     return carried
 
 
+def switch_cache_off(config: object) -> None:
+    """Let a model keep no generation cache, in place: it costs memory, and training never reads it.
+
+    Args:
+        config: A transformers configuration; anything else is left as it is.
+    """
+    if isinstance(config, PreTrainedConfig):
+        for part in (config, config.get_text_config()):
+            if hasattr(part, "use_cache"):
+                part.use_cache = False
+
+
 def set_for_training(
     config: PreTrainedConfig,
     overrides: Mapping[str, Any],
@@ -118,11 +130,10 @@ def set_for_training(
     output_hidden_states: bool | None,
 ) -> None:
     """Apply, in place, what a training run wants of a configuration and of the language model inside it."""
+    if "use_cache" not in overrides:
+        switch_cache_off(config)
     text = config.get_text_config()
     for part in (config, text):
-        # A generation cache costs memory and breaks activation checkpointing; training never reads it.
-        if "use_cache" not in overrides and hasattr(part, "use_cache"):
-            part.use_cache = False
         if output_hidden_states is not None:
             part.output_hidden_states = output_hidden_states
     if text_config:

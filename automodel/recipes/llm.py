@@ -23,6 +23,7 @@ from automodel.observe.timeline import Timeline
 from automodel.recipes import parts
 from automodel.recipes.loop import RunOutcome, TrainingJob, TrainingLoop
 from automodel.recipes.sections import RecipeSections, build_sections
+from automodel.training.loss import IGNORE_INDEX
 from automodel.training.precision import compute_dtype
 from automodel.training.rng import StatefulRNG, enable_determinism
 
@@ -95,10 +96,14 @@ class TrainFinetuneRecipeForNextTokenPrediction:
         with phase("model"):
             model = parts.build_model(sections, strategy=strategy)
             parts.check_vocabulary(model.inner, tokenizer)
+        loss_fn = parts.build_loss(sections.loss_fn)
         with phase("data"):
-            data = self._in_turn(mesh.world, lambda: parts.build_data(sections, tokenizer, ranks=mesh.data))
+            ignored = getattr(loss_fn, "ignore_index", IGNORE_INDEX)
+            data = self._in_turn(
+                mesh.world, lambda: parts.build_data(sections, tokenizer, ranks=mesh.data, ignore_index=ignored)
+            )
         with phase("optimizer"):
-            stepping = parts.build_stepping(sections, model, data, strategy=strategy, mesh=mesh, device=device)
+            stepping = parts.build_stepping(sections, model, data, loss_fn, strategy=strategy, mesh=mesh, device=device)
         state = RunState(
             model=model.inner,
             optimizer=stepping.optimizer,
@@ -124,6 +129,7 @@ class TrainFinetuneRecipeForNextTokenPrediction:
             strategy=strategy,
             module=model.module,
             data=data,
+            loss_fn=loss_fn,
             stepping=stepping,
             state=state,
             checkpointer=self._checkpointer,

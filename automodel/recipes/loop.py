@@ -29,7 +29,7 @@ from automodel.observe.progress import Progress
 from automodel.observe.report import write_report
 from automodel.observe.run_folder import RunFolder
 from automodel.observe.timeline import PhaseClock, Timeline
-from automodel.recipes.parts import Data, Stepping
+from automodel.recipes.parts import Data, Loss, Stepping
 from automodel.recipes.sections import RecipeSections
 from automodel.training.loss import NonFiniteLossError
 from automodel.training.signals import StopSignals
@@ -60,6 +60,7 @@ class TrainingJob:
     strategy: Strategy
     module: nn.Module
     data: Data
+    loss_fn: Loss
     stepping: Stepping
     state: RunState
     checkpointer: Checkpointer | None
@@ -162,8 +163,18 @@ class TrainingLoop:
             return
         self._validate()
         if "val_loss" in self._outcome.losses:
-            self._save()
+            self._keep_late_losses()
             self._complete_sample()
+
+    def _keep_late_losses(self) -> None:
+        """Note the losses with the restored checkpoint, which is not written again: it may be the only one."""
+        checkpointer, checkpoint = self._job.checkpointer, self._job.restored_from
+        if checkpointer is None or checkpoint is None or not checkpointer.holds(checkpoint):
+            # Restored from elsewhere, the run has no checkpoint of its own yet.
+            self._save()
+            return
+        checkpointer.update_losses(checkpoint, self._outcome.losses)
+        self._progress.message(f"checkpoint {checkpoint}: the losses are updated")
 
     def _agree_to_stop(self) -> bool:
         """Whether any rank has received a stop signal; all ranks ask at the same places, and stop at the same one."""
@@ -264,7 +275,7 @@ class TrainingLoop:
         began = time.monotonic()
         evaluation = evaluate(
             job.module,
-            job.stepping.loss_fn,
+            job.loss_fn,
             job.data.validation_loader,
             strategy=job.strategy,
             data_ranks=job.mesh.data,

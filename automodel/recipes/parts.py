@@ -12,12 +12,14 @@ from torch import nn
 
 from automodel.config.loader import ConfigNode
 from automodel.config.notes import note
+from automodel.data.collate import IGNORE_INDEX
 from automodel.data.loader import StatefulDataLoader
 from automodel.data.tokenizer import load_tokenizer
 from automodel.distributed.mesh import Mesh
 from automodel.distributed.rank_group import RankGroup
 from automodel.distributed.strategy import Strategy, prepare_blocks
 from automodel.models.auto import build_on_meta
+from automodel.models.resolution import switch_cache_off
 from automodel.models.weights import PretrainedWeights, weight_source
 from automodel.recipes.sections import RecipeSections
 from automodel.training.loss import MaskedCrossEntropy
@@ -27,6 +29,7 @@ from automodel.training.step_scheduler import StepScheduler
 
 __all__ = [
     "Data",
+    "Loss",
     "Model",
     "Stepping",
     "build_data",
@@ -41,6 +44,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+Loss = Callable[..., torch.Tensor]
 
 
 def build_tokenizer(sections: RecipeSections) -> Any:
@@ -84,24 +89,36 @@ def build_model(sections: RecipeSections, *, strategy: Strategy) -> Model:
         whole = isinstance(source, PretrainedWeights) and not strategy.shards_parameters
         if source is None or whole:
             model = _checked_module(node.instantiate())
+            marked = _without_weight_decay(model)
             prepare_blocks(model, config)
             module = strategy.shard(model)
         else:
             template = _checked_module(build_on_meta(factory, arguments))
+            marked = _without_weight_decay(template)
             model = copy.deepcopy(template)
             prepare_blocks(model, config)
             module = strategy.shard(model) if strategy.shards_parameters else model
             strategy.materialize(model)
             source.fill(model, template, seed=sections.rng.seed)
             module = module if strategy.shards_parameters else strategy.shard(model)
+    for name in marked:
+        # Sharding and moving to a device make new parameters, without the model's marks.
+        model.get_parameter(name)._no_weight_decay = True  # type: ignore[attr-defined]
     model.train()
     return Model(inner=model, module=module)
 
 
 def _checked_module(model: Any) -> nn.Module:
+    """The model that a factory gave, its generation cache switched off."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model._target_ must give a torch module, got a {type(model).__name__}")
+    switch_cache_off(getattr(model, "config", None))
     return model
+
+
+def _without_weight_decay(model: nn.Module) -> list[str]:
+    """The parameters that the model marks as exempt from weight decay."""
+    return [name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,22 +131,28 @@ class Data:
     validation_loader: StatefulDataLoader | None = None
 
 
-def build_data(sections: RecipeSections, tokenizer: Any, *, ranks: RankGroup) -> Data:
+def build_data(sections: RecipeSections, tokenizer: Any, *, ranks: RankGroup, ignore_index: int = IGNORE_INDEX) -> Data:
     """Build the datasets and their loaders.
 
     Args:
         sections: The recipe.
         tokenizer: For datasets that need one.
         ranks: The ranks that share each step's samples; every one of them gets its own part.
+        ignore_index: The label that does not count in the loss.
     """
-    batch_size, seed = sections.step_scheduler.local_batch_size, sections.rng.seed
+    options: dict[str, Any] = {
+        "batch_size": sections.step_scheduler.local_batch_size,
+        "seed": sections.rng.seed,
+        "ranks": ranks,
+        "ignore_index": ignore_index,
+    }
     dataset = build_dataset(sections.dataset, tokenizer)
-    loader = build_loader(sections.dataloader, dataset, batch_size=batch_size, seed=seed, training=True, ranks=ranks)
+    loader = build_loader(sections.dataloader, dataset, training=True, **options)
     if sections.validation_dataset is None:
         return Data(dataset=dataset, loader=loader)
     held_out = build_dataset(sections.validation_dataset, tokenizer)
     node = sections.validation_dataloader
-    held_out_loader = build_loader(node, held_out, batch_size=batch_size, seed=seed, training=False, ranks=ranks)
+    held_out_loader = build_loader(node, held_out, training=False, **options)
     return Data(dataset=dataset, loader=loader, validation_dataset=held_out, validation_loader=held_out_loader)
 
 
@@ -148,7 +171,14 @@ def build_dataset(node: ConfigNode, tokenizer: Any) -> Any:
 
 
 def build_loader(
-    node: ConfigNode | None, dataset: Any, *, batch_size: int, seed: int, training: bool, ranks: RankGroup
+    node: ConfigNode | None,
+    dataset: Any,
+    *,
+    batch_size: int,
+    seed: int,
+    training: bool,
+    ranks: RankGroup,
+    ignore_index: int = IGNORE_INDEX,
 ) -> StatefulDataLoader:
     """Build a loader over `dataset`: shuffled and with whole batches only for training, unless the recipe differs.
 
@@ -158,6 +188,7 @@ def build_loader(
     """
     place: dict[str, Any] = {"batch_size": batch_size, "rank": ranks.rank, "world_size": ranks.size}
     defaults: dict[str, Any] = {**place, "shuffle": training, "drop_last": training, "seed": seed}
+    defaults["ignore_index"] = ignore_index
     if node is None:
         return StatefulDataLoader(dataset, **defaults)
     given = {name: value for name, value in defaults.items() if name not in node or name in place}
@@ -177,13 +208,13 @@ def build_loader(
     return typed
 
 
-def build_loss(node: ConfigNode | None) -> Callable[..., torch.Tensor]:
+def build_loss(node: ConfigNode | None) -> Loss:
     """Build the loss; `MaskedCrossEntropy` where the recipe names none.
 
     Raises:
         ValueError: the loss does not take the number of label tokens, without which micro-batches do not add up.
     """
-    loss: Callable[..., torch.Tensor] = MaskedCrossEntropy() if node is None else node.instantiate()
+    loss: Loss = MaskedCrossEntropy() if node is None else node.instantiate()
     called = loss.forward if isinstance(loss, nn.Module) else loss
     if not _accepted(called, num_label_tokens=1):
         raise ValueError("loss_fn must be callable as loss_fn(logits, labels, num_label_tokens=n)")
@@ -206,12 +237,18 @@ class Stepping:
 
     optimizer: torch.optim.Optimizer
     scheduler: StepScheduler
-    loss_fn: Callable[..., torch.Tensor]
     train_step: TrainStep
 
 
 def build_stepping(
-    sections: RecipeSections, model: Model, data: Data, *, strategy: Strategy, mesh: Mesh, device: torch.device
+    sections: RecipeSections,
+    model: Model,
+    data: Data,
+    loss_fn: Loss,
+    *,
+    strategy: Strategy,
+    mesh: Mesh,
+    device: torch.device,
 ) -> Stepping:
     """Build the optimizer over this rank's part of the model, and what runs its steps.
 
@@ -227,7 +264,6 @@ def build_stepping(
         drop_last=getattr(data.loader, "drop_last", False),
         num_samples=len(data.dataset) if hasattr(data.dataset, "__len__") else None,
     )
-    loss_fn = build_loss(sections.loss_fn)
     schedule = LearningRateSchedule(optimizer, sections.lr_scheduler, total_steps=scheduler.total_steps)
     train_step = TrainStep(
         model.module,
@@ -239,7 +275,7 @@ def build_stepping(
         max_norm=sections.clip_grad_norm.max_norm,
         device=device,
     )
-    return Stepping(optimizer=optimizer, scheduler=scheduler, loss_fn=loss_fn, train_step=train_step)
+    return Stepping(optimizer=optimizer, scheduler=scheduler, train_step=train_step)
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:

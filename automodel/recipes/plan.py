@@ -36,7 +36,8 @@ _CONTEXT_LENGTH_KEYS = ("context_length", "seq_length", "seq_len", "max_length")
 class MemoryEstimate:
     """Bytes at the peak of a step on the rank that holds most, part by part; None where a part cannot be estimated.
 
-    `gathered` is what a sharded model holds of whole units while it computes.
+    `gathered` is what a sharded model holds of whole units while it computes, `unreduced` the whole gradients that it
+    keeps between the forward passes of a step.
     """
 
     parameters: int
@@ -44,11 +45,12 @@ class MemoryEstimate:
     optimizer_state: int | None
     activations: int | None
     gathered: int = 0
+    unreduced: int = 0
 
     @property
     def total(self) -> int:
         """The sum of the parts that are known."""
-        known = self.parameters + self.gradients + self.gathered
+        known = self.parameters + self.gradients + self.gathered + self.unreduced
         return known + (self.optimizer_state or 0) + (self.activations or 0)
 
 
@@ -91,10 +93,13 @@ class Plan:
             f"parameters {_mib(memory.parameters)}, gradients {_mib(memory.gradients)}, "
             f"optimizer {_mib(memory.optimizer_state)}, "
             + (f"gathered units {_mib(memory.gathered)}, " if memory.gathered else "")
+            + (f"whole gradients until a step ends {_mib(memory.unreduced)}, " if memory.unreduced else "")
             + f"activations of one forward pass {_mib(memory.activations)} (estimates)",
         }
         width = max(map(len, rows))
         yield from (f"{name:<{width}}  {value}" for name, value in rows.items())
+        if memory.unreduced:
+            yield "distributed.defer_fsdp_grad_sync: false reduces gradients after every pass, and keeps no whole ones"
         if self.units:
             yield "units, each gathered as a whole while it computes"
             yield from (f"  {line}" for line in self.units)
@@ -134,7 +139,9 @@ def make_plan(config: ConfigNode, *, run_dir: Path | None = None, world_size: in
         recipe=getattr(sections.recipe, "__name__", str(sections.recipe)),
         model=type(model).__name__,
         parameters=summarize_parameters(model),
-        memory=_estimate_memory(sections, model, sizes=sizes, context_length=context_length, dtype=dtype),
+        memory=_estimate_memory(
+            sections, model, sizes=sizes, passes=accumulation_steps, context_length=context_length, dtype=dtype
+        ),
         device=device,
         dtype=dtype,
         ranks=describe_ranks(sizes, sections.distributed),
@@ -181,6 +188,7 @@ def _estimate_memory(
     model: nn.Module,
     *,
     sizes: ParallelSizes,
+    passes: int,
     context_length: int | None,
     dtype: torch.dtype,
 ) -> MemoryEstimate:
@@ -189,7 +197,7 @@ def _estimate_memory(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
     optimizer_state = _optimizer_state_bytes(sections.optimizer, model)
-    parameters, gathered = summary.num_bytes, 0
+    parameters, gathered, unreduced = summary.num_bytes, 0, 0
     if sizes.dp_shard > 1:
         units = find_units(model)
         parameters = sum(bytes_per_rank(unit, shards=sizes.dp_shard) for unit in units)
@@ -197,6 +205,9 @@ def _estimate_memory(
         gradients = round(gradients * share)
         optimizer_state = None if optimizer_state is None else round(optimizer_state * share)
         gathered = _gathered_bytes(units, sections.distributed, dtype=dtype)
+        if passes > 1 and sections.distributed.defer_fsdp_grad_sync is not False:
+            # FSDP2 adds gradients up in float32, the default of reduce_dtype, before it reduces them.
+            unreduced = 4 * summary.trainable
     activations = None
     if context_length is not None:
         if sections.distributed.checkpointing_mode is not None:
@@ -213,14 +224,14 @@ def _estimate_memory(
         optimizer_state=optimizer_state,
         activations=activations,
         gathered=gathered,
+        unreduced=unreduced,
     )
 
 
 def _gathered_bytes(units: Sequence[Unit], config: DistributedConfig, *, dtype: torch.dtype) -> int:
     """Bytes of the whole units that a rank holds at once: the root, and the largest of the others with its gradients.
 
-    One more block with prefetching; all blocks where they are not freed after their forward pass. Gradients of a block
-    that is reduced once per step stay whole until then, which is not counted.
+    One more block with prefetching; all blocks where they are not freed after their forward pass.
     """
     width = None if dtype == torch.float32 else dtype.itemsize
     sizes = {unit.name: unit.num_bytes if width is None else unit.num_parameters * width for unit in units}

@@ -132,10 +132,19 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> floa
     that is not finite leaves the gradients as they are.
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None])
+    norm = _total_norm([p.grad for p in with_gradient if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     value = float(norm)
     if max_norm is not None and math.isfinite(value):
         nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
     return value
+
+
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    """The L2 norm of all gradients together, in float32 at least: torch rounds that of 16-bit gradients to 16 bits."""
+    if all(gradient.dtype not in (torch.bfloat16, torch.float16) for gradient in gradients):
+        return nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total

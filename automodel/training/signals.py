@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and stop: SIGINT (Ctrl-C), SIGTERM and SIGUSR1."""
+"""Signals that ask a run to save and stop: SIGINT (Ctrl-C), SIGTERM, SIGUSR1, and SIGHUP when the terminal is gone."""
 
 import contextlib
 import os
@@ -9,13 +9,15 @@ from typing import Any, Self
 __all__ = ["StopSignals"]
 
 _STDERR = 2
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopSignals:
     """A context in which a stop signal is remembered instead of ending the process.
 
     The training loop asks `received` between steps. A second Ctrl-C raises KeyboardInterrupt at once. Only Python's
-    main thread can receive signals; anywhere else the context does nothing.
+    main thread can receive signals; anywhere else the context does nothing. A signal that the process was started to
+    ignore (SIGHUP under nohup) stays ignored.
     """
 
     def __init__(self) -> None:
@@ -23,7 +25,9 @@ class StopSignals:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in _STOPS:
+            if signal.getsignal(number) == signal.SIG_IGN:
+                continue
             try:
                 self._previous[number] = signal.signal(number, self._remember)
             except ValueError:

@@ -299,6 +299,42 @@ def save_beside_a_small_limit(rank, world_size, root, faulty, size, parts=None, 
     return save_with(run, make_store(run, root, **(settings or {})), trouble)
 
 
+def save_over_beside_a_small_limit(rank, world_size, root, faulty, size):
+    """One rank cannot write files beyond a size when the only checkpoint is saved anew; returns the error."""
+    run = ShardedRun("fsdp")
+    store = make_store(run, root)
+    run.train(2)
+    good = store.save(run.state, losses={"val_loss": 1.0}, final=False)
+    held = run.fingerprint()
+    run.train(1)
+    run.position.step -= 1
+    message = None
+    try:
+        with files_no_larger_than(size) if rank == faulty else contextlib.nullcontext():
+            store.save(run.state, losses={"val_loss": 2.0}, final=False)
+    except CheckpointSaveError as error:
+        message = str(error)
+    return message, store.find_resumable(run.model) == good, held
+
+
+def add_losses(rank, world_size, root, size):
+    """Add a metric to a checkpoint's losses, first while rank zero cannot write; returns the error of that."""
+    run = ShardedRun("fsdp")
+    store = make_store(run, root)
+    run.train(1)
+    directory = store.save(run.state, losses={"train_loss": 1.0}, final=False)
+    message = None
+    try:
+        with files_no_larger_than(size) if rank == 0 else contextlib.nullcontext():
+            store.update_losses(directory, {"val_loss": 2.0})
+    except CheckpointSaveError as error:
+        message = str(error)
+    # What the other ranks see of the folder does not count.
+    holds = store.holds(directory if rank == 0 else root / "elsewhere")
+    store.update_losses(directory, {"val_loss": 3.0})
+    return message, holds
+
+
 def save_beside_a_locked_out_rank(rank, world_size, root, faulty):
     """One rank may not write in the folder."""
     run = ShardedRun("fsdp")

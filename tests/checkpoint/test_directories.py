@@ -168,3 +168,40 @@ def test_an_incomplete_checkpoint_that_is_asked_for_is_refused(root):
     for wanted in ("epoch_0_step_2", str(root / "epoch_0_step_2"), "LOWEST_VAL"):
         with pytest.raises(RuntimeError, match="epoch_0_step_2 was left incomplete"):
             resolve_restore_from_to_checkpoint_dir(root, wanted)
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_called_incomplete(root, tmp_path):
+    there = complete(root, 1)
+    (there / "model/consolidated").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    wrong = (
+        str(tmp_path),
+        str(root),
+        str(there / "model/consolidated"),
+        "epoch_0_step_1/model",
+        "",
+        str(tmp_path / "empty"),
+    )
+    for wanted in wrong:
+        with pytest.raises(FileNotFoundError) as error:
+            resolve_restore_from_to_checkpoint_dir(root, wanted)
+        assert f"checkpoint.restore_from: {wanted!r} is no checkpoint of automodel" in str(error.value)
+        assert f"(in {root}, complete ones there: epoch_0_step_1)" in str(error.value)
+
+
+def test_the_folder_of_another_run_lists_the_checkpoints_in_it(root, tmp_path):
+    complete(root, 1)
+    complete(tmp_path / "other/checkpoints", 7)
+    for wanted in (tmp_path / "other", tmp_path / "other/checkpoints"):
+        with pytest.raises(FileNotFoundError, match="is no checkpoint of automodel") as error:
+            resolve_restore_from_to_checkpoint_dir(root, str(wanted))
+        assert f"(in {tmp_path}/other/checkpoints, complete ones there: epoch_0_step_7)" in str(error.value)
+
+
+def test_a_marked_folder_of_any_name_is_called_incomplete(root, tmp_path):
+    copy = complete(root, 1).rename(tmp_path / "copy")
+    mark_checkpoint_incomplete(copy)
+    (root / "epoch_0_step_2").mkdir()
+    for wanted in (str(copy), "epoch_0_step_2"):
+        with pytest.raises(RuntimeError, match="was left incomplete by an interrupted save"):
+            resolve_restore_from_to_checkpoint_dir(root, wanted)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from automodel.caches.folder_lock import FolderLock
-from automodel.checkpoint.directories import LATEST, find_latest_checkpoint, read_checkpoint_pointer
+from automodel.checkpoint.directories import LATEST, LOWEST_VAL, find_latest_checkpoint, read_checkpoint_pointer
 from rank_pool import RankError
 
 SAVERS = [("single", 1), ("fsdp", 4), ("fsdp", 3), ("hsdp", 4), ("ddp", 2)]
@@ -159,6 +159,32 @@ def test_a_rank_that_fails_to_write_fails_the_save_on_every_rank(
     assert_failed(facts, rank=faulty, says="OSError: [Errno 27] File too large")
     restored = ranks.run(1, sharded.restore_each, "single", [tmp_path], "odd", optimizer)
     assert restored[0][0]["step"] == 2
+
+
+@pytest.mark.parametrize(("faulty", "size"), [(0, 300), (2, 300), (1, 9_000)])
+def test_a_failed_save_over_the_only_checkpoint_leaves_it(ranks, sharded, tmp_path, faulty, size):
+    ends = ranks.run(3, sharded.save_over_beside_a_small_limit, tmp_path, faulty, size)
+    for message, found, _ in ends:
+        assert message is not None, "the save succeeded"
+        assert f"rank {faulty} failed: OSError: [Errno 27] File too large" in message
+        assert f"the last good checkpoint is {tmp_path / 'epoch_0_step_2'}" in message
+        assert found
+    restored = ranks.run(1, sharded.restore_each, "single", [tmp_path])
+    assert restored[0][0]["fingerprint"] == ends[0][2]
+    assert json.loads((tmp_path / "epoch_0_step_2/losses.json").read_text()) == {"val_loss": 1.0}
+
+
+def test_losses_that_rank_zero_cannot_add_fail_on_every_rank(ranks, sharded, tmp_path):
+    ends = ranks.run(2, sharded.add_losses, tmp_path, 10)
+    for message, holds in ends:
+        assert message is not None
+        assert message.startswith(
+            f"{tmp_path / 'epoch_0_step_1/losses.json'} could not be updated: rank 0 failed: OSError"
+        )
+        assert holds
+    losses = json.loads((tmp_path / "epoch_0_step_1/losses.json").read_text())
+    assert losses == {"train_loss": 1.0, "val_loss": 3.0}
+    assert read_checkpoint_pointer(tmp_path, LOWEST_VAL) == tmp_path / "epoch_0_step_1"
 
 
 def test_a_consolidated_copy_that_cannot_be_written_fails_the_save(ranks, sharded, tmp_path):

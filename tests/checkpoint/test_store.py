@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,7 +183,7 @@ def test_another_models_checkpoint_is_moved_aside_and_never_removed(
         last = save_at(store, run, step)
     names = {path.name for path in store.root.iterdir() if path.is_dir() and not path.is_symlink()}
     assert names == {"epoch_0_step_1", "epoch_0_step_4.other-1", "epoch_0_step_6", "epoch_0_step_9"}
-    assert "epoch_0_step_4 holds another model; it is kept as epoch_0_step_4.other-1" in caplog.text
+    assert "epoch_0_step_4 is not a checkpoint of this model; it is kept as epoch_0_step_4.other-1" in caplog.text
     for name in names - {last.name}:
         store.restore(store.root / name, tiny_run(tiny_model(16)).state)
     assert store.find_resumable(run.model) == last
@@ -216,6 +217,58 @@ def test_a_damaged_manifest_is_named(tiny_run, checkpointer, save_at):
     (directory / "checkpoint.json").write_text('{"version": ')
     with pytest.raises(ValueError, match=r"epoch_0_step_1/checkpoint\.json is damaged"):
         checkpointer().find_resumable(tiny_run().model)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]"])
+def test_a_damaged_manifest_among_older_ones_does_not_fail_a_good_save(tiny_run, checkpointer, save_at, caplog, text):
+    run, store = tiny_run(), checkpointer(max_recent_checkpoints=1)
+    damaged = save_at(store, run, 1)
+    (damaged / "checkpoint.json").write_text(text)
+    assert save_at(store, run, 2) == find_latest_checkpoint(store.root)
+    assert f"{damaged} is left alone: {damaged}/checkpoint.json is damaged" in caplog.text
+    assert damaged.is_dir()
+    with pytest.raises(ValueError, match=r"epoch_0_step_1/checkpoint\.json is damaged"):
+        store.restore(damaged, run.state)
+
+
+@pytest.fixture
+def mount_below(tmp_path):
+    """Mount something in a folder, so that the folder cannot be removed until the mounts are ended."""
+
+    def mount(folder):
+        (folder / "mounted").mkdir()
+        command = ["mount", "-t", "tmpfs", "tmpfs", str(folder / "mounted")]
+        try:
+            mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError as error:
+            pytest.skip(f"there is no mount: {error}")
+        if mounted.returncode:
+            pytest.skip(f"a tmpfs cannot be mounted: {mounted.stderr.strip()}")
+
+    def end():
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            if line.split()[1].startswith(f"{tmp_path}/"):
+                subprocess.run(["umount", line.split()[1]], check=True)
+
+    mount.end = end
+    yield mount
+    end()
+
+
+def test_a_replaced_checkpoint_that_cannot_be_removed_does_not_fail_a_good_save(
+    tiny_run, checkpointer, save_at, mount_below, caplog
+):
+    run, store = tiny_run(), checkpointer()
+    directory = save_at(store, run, 1, val_loss=1.0)
+    mount_below(directory)
+    assert save_at(store, run, 1, val_loss=2.0) == directory
+    old = store.root / ".epoch_0_step_1.old"
+    assert f"the replaced checkpoint {old} could not be removed" in caplog.text
+    assert json.loads((directory / "losses.json").read_text()) == {"val_loss": 2.0}
+    mount_below.end()
+    store.open()
+    store.close()
+    assert not old.exists()
 
 
 def test_restore_from_decides_what_is_resumed(tiny_run, checkpointer, save_at, tmp_path):
@@ -273,6 +326,57 @@ def test_lowest_val_moves_on_when_its_target_was_left_incomplete(tiny_run, check
     assert lowest(store) == "epoch_0_step_2"
 
 
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"val_loss": null}', None])
+def test_unreadable_losses_of_the_lowest_count_as_unknown(tiny_run, checkpointer, save_at, caplog, text):
+    run, store = tiny_run(), checkpointer()
+    file = save_at(store, run, 1, val_loss=1.0) / "losses.json"
+    file.unlink() if text is None else file.write_text(text)
+    assert save_at(store, run, 2, val_loss=2.0) == find_latest_checkpoint(store.root)
+    assert lowest(store) == "epoch_0_step_2"
+    assert f"{file} cannot be read" in caplog.text
+
+
+def test_late_losses_are_added_and_move_lowest_val(tiny_run, checkpointer, save_at):
+    run, store = tiny_run(), checkpointer()
+    save_at(store, run, 1, val_loss=2.0)
+    last = save_at(store, run, 2, train_loss=5.0)
+    others = {
+        file: file.stat().st_mtime_ns for file in last.rglob("*") if file.is_file() and file.name != "losses.json"
+    }
+    store.update_losses(last, {"val_loss": 3.0})
+    assert lowest(store) == "epoch_0_step_1"
+    store.update_losses(store.root / "LATEST", {"val_loss": 1.0})
+    assert lowest(store) == "epoch_0_step_2"
+    assert json.loads((last / "losses.json").read_text()) == {"train_loss": 5.0, "val_loss": 1.0}
+    left = {file: file.stat().st_mtime_ns for file in last.rglob("*") if file.is_file() and file.name != "losses.json"}
+    assert left == others, "the checkpoint itself is untouched"
+
+
+def test_late_losses_that_cannot_be_written_leave_the_old_ones(tiny_run, checkpointer, save_at):
+    run, store = tiny_run(), checkpointer()
+    last = save_at(store, run, 2, train_loss=5.0)
+    with (
+        files_no_larger_than(10),
+        pytest.raises(CheckpointSaveError, match=r"losses\.json could not be updated: .*large"),
+    ):
+        store.update_losses(last, {"val_loss": 3.0})
+    assert json.loads((last / "losses.json").read_text()) == {"train_loss": 5.0}
+    assert sorted(path.name for path in last.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_folder_holds_its_own_checkpoints_only(tiny_run, tiny_model, checkpointer, save_at, tmp_path, monkeypatch):
+    store = checkpointer()
+    mine = save_at(store, tiny_run(), 1)
+    elsewhere = save_at(checkpointer(root=tmp_path / "elsewhere"), tiny_run(), 1)
+    monkeypatch.chdir(tmp_path)
+    assert store.holds(mine)
+    assert store.holds(mine.relative_to(tmp_path))
+    assert store.holds(store.root / "LATEST")
+    assert not store.holds(elsewhere)
+    copy = mine.rename(mine.with_name("epoch_0_step_1.other-1"))
+    assert not store.holds(copy)
+
+
 @contextmanager
 def files_no_larger_than(size):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -295,6 +399,24 @@ def test_a_failed_write_names_the_checkpoint_and_the_last_good_one(tiny_run, tin
     assert find_latest_checkpoint(store.root) == good
     store.restore(good, tiny_run(tiny_model(100)).state)
     assert save_at(store, run, 2) == find_latest_checkpoint(store.root)
+
+
+@pytest.mark.parametrize("size", [4_000, 60_000])
+def test_a_failed_save_over_the_only_checkpoint_leaves_it(tiny_run, tiny_model, checkpointer, save_at, size):
+    run, store = tiny_run(tiny_model(100)), checkpointer()
+    good = save_at(store, run, 1, val_loss=1.0)
+    saved = everything(run)
+    run.train(1)
+    with files_no_larger_than(size), pytest.raises(CheckpointSaveError, match=f"last good checkpoint is {good}"):
+        save_at(store, run, 1, val_loss=2.0)
+    assert find_latest_checkpoint(store.root) == good
+    again = tiny_run(tiny_model(100))
+    store.restore(good, again.state)
+    assert_same(everything(again)["model"], saved["model"])
+    assert save_at(store, run, 1, val_loss=2.0) == good
+    assert json.loads((good / "losses.json").read_text()) == {"val_loss": 2.0}
+    assert lowest(store) == "epoch_0_step_1"
+    assert sorted(path.name for path in store.root.iterdir()) == ["LATEST", "LOWEST_VAL", "epoch_0_step_1"]
 
 
 def test_a_first_save_that_fails_has_no_good_one_to_name(tiny_run, checkpointer, tmp_path):

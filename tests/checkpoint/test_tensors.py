@@ -1,8 +1,13 @@
 """Tensors on disk: what is written, how it is read back, and which models are the same."""
 
+import errno
+import resource
+
+import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 
 from automodel.checkpoint import tensors
 
@@ -109,3 +114,32 @@ def test_settings_that_a_checkpoint_changes_are_told(tiny_model, tmp_path, caplo
     tensors.load_optimizer(model, changed, tmp_path / "optim")
     assert caplog.messages == ["optimizer.weight_decay: the checkpoint's 0.5 holds, not 0.25"]
     assert changed.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_a_failed_write_of_the_optimizer_gives_the_reason_of_the_operating_system(tmp_path):
+    model = nn.Sequential(*[nn.Linear(60, 60) for _ in range(2)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(60)).sum().backward()
+    optimizer.step()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    reasons = []
+    # Which layer of PyTorch notices depends on the place: within a tensor, or at the end of its archive.
+    for size in range(500, 60_000, 3_500):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            with pytest.raises(CheckpointException) as error:
+                tensors.save_optimizer(model, optimizer, tmp_path / str(size))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        reasons += [reason for reason, _ in error.value.failures.values()]
+    assert {type(reason) for reason in reasons} == {OSError}
+    assert {reason.errno for reason in reasons} == {errno.EFBIG}
+
+
+def test_an_archive_that_fails_without_a_reason_says_that_the_disk_may_be_full(tmp_path):
+    unexplained = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    told = str(tensors._write_failure(unexplained, tmp_path))
+    assert told.startswith(f"{tmp_path} could not be written: the disk may be full (")
+    assert told.endswith(f"MiB are free): {unexplained}")
+    other = RuntimeError("out of memory")
+    assert tensors._write_failure(other, tmp_path) is other

@@ -39,11 +39,24 @@ def wait_for(folder, name):
     wait_until(lambda: all((folder / "run" / f"{name}_{rank}").exists() for rank in (0, 1)))
 
 
+def start(words, *before, folder, **environment):
+    """Starts the command as a process of its own."""
+    return subprocess.Popen(
+        [*before, sys.executable, "-m", "automodel", *words],
+        cwd=folder,
+        env={**clean_environment(), **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_stop_signals_reach_the_ranks_who_save_and_end(write, tmp_path):
     words = [*write(dict.fromkeys((0, 1), "stop on interrupt")), "--nproc-per-node", "2"]
     with ForkedCommand(words, folder=tmp_path) as command:
         wait_for(tmp_path, "ready")
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             command.send(number)
             wait_for(tmp_path, number.name)
         command.send(signal.SIGINT)
@@ -73,13 +86,61 @@ def test_a_killed_rank_is_told_of_and_ends_the_others(write, tmp_path):
 
 def test_ranks_do_not_outlive_the_process_that_started_them(write, tmp_path):
     words = [*write(dict.fromkeys((0, 1), "stop on interrupt")), "--nproc-per-node", "2"]
-    with ForkedCommand(words, folder=tmp_path) as command:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    # A process of its own, since a forked one knows its folder for temporary files already.
+    with start(words, folder=tmp_path, TMPDIR=str(temporary)) as command:
         wait_for(tmp_path, "ready")
-        command.send(signal.SIGKILL)
-        command.wait()
+        command.kill()
+        errors = command.stderr.read()
     for rank in (0, 1):
         pid = (tmp_path / "run" / f"pid_{rank}").read_text()
         wait_until(lambda pid=pid: has_ended(pid))
+    assert errors.splitlines()[2:] == [
+        "error: [rank 0] the job failed: the process that keeps the store of the ranks has ended"
+    ]
+    assert list(temporary.iterdir()) == []
+
+
+def test_under_nohup_a_hangup_is_ignored(write, tmp_path):
+    words = [*write(dict.fromkeys((0, 1), "stop on interrupt")), "--nproc-per-node", "2"]
+    with start(words, "nohup", folder=tmp_path) as command:
+        wait_for(tmp_path, "ready")
+        command.send_signal(signal.SIGHUP)
+        # Signals are passed on in their order.
+        command.send_signal(signal.SIGUSR1)
+        wait_for(tmp_path, "SIGUSR1")
+        command.send_signal(signal.SIGINT)
+        errors = command.stderr.read()
+        assert command.wait(timeout=60) == 0, errors
+    assert not list((tmp_path / "run").glob("SIGHUP_*"))
+
+
+SLOW_IMPORT = """
+import os, signal, sys
+from pathlib import Path
+
+class Pause:
+    def find_spec(self, name, path, target=None):
+        if name == "torch._meta_registrations":
+            Path("run", "importing_" + os.environ["RANK"]).touch()
+            signal.pause()
+
+if "RANK" in os.environ:
+    sys.meta_path.insert(0, Pause())
+"""
+
+
+def test_ctrl_c_while_the_ranks_import_torch(write, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text(SLOW_IMPORT)
+    words = [*write({}), "--nproc-per-node", "2"]
+    with ForkedCommand(words, folder=tmp_path, environment={"PYTHONPATH": str(tmp_path / "path")}) as command:
+        wait_for(tmp_path, "importing")
+        command.send(signal.SIGINT)
+        assert command.wait() == 130
+    assert command.stdout + command.stderr == "error: interrupted\n"
 
 
 def test_mistakes_have_their_status(write, tmp_path):

@@ -2,6 +2,7 @@
 
 import signal
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import yaml
@@ -9,14 +10,16 @@ import yaml
 import scripted_recipe
 from forked_command import ForkedCommand, free_port
 
+SPOILT_OUTPUT = f"{Path(__file__).with_name('spoilt_output_recipe.py')}:SpoiltOutputRecipe"
+
 
 @pytest.fixture
 def write(tmp_path):
     """Writes a recipe in which each rank does what `script` says."""
 
-    def write(script, **dist_env):
+    def write(script, target=f"{scripted_recipe.__file__}:ScriptedRecipe", **dist_env):
         values = {
-            "recipe": {"_target_": f"{scripted_recipe.__file__}:ScriptedRecipe"},
+            "recipe": {"_target_": target},
             "script": script,
             "dist_env": {"timeout_minutes": 1, **dist_env},
         }
@@ -27,9 +30,14 @@ def write(tmp_path):
 
 
 @pytest.fixture
-def start(tmp_path):
+def port():
+    """Where the ranks meet."""
+    return free_port()
+
+
+@pytest.fixture
+def start(tmp_path, port):
     """Starts ranks with the variables of torchrun, or of Slurm; they are ended with the test."""
-    port = free_port()
     with ExitStack() as stack:
 
         def start(words, *, world_size, ranks=None, slurm=False):
@@ -117,6 +125,44 @@ def test_an_error_that_ranks_share_is_told_by_the_rank_where_it_began(start, wri
     assert errors(commands) == ["error: [rank 2] the disk is full"]
 
 
+def test_an_error_of_all_ranks_is_no_ranks_own(start, write):
+    commands = start(write(dict.fromkeys((0, 1), "fail to save"), SPOILT_OUTPUT), world_size=2)
+    assert [command.wait() for command in commands] == [1, 1]
+    assert errors(commands) == ["error: the checkpoint could not be written: rank 0 failed: OSError: no space"]
+
+
+def test_a_rank_whose_log_is_full_says_its_line_only(start, write, tmp_path):
+    commands = start(write({0: "compute", 1: "fail with a full log"}, SPOILT_OUTPUT), world_size=2)
+    assert [command.wait() for command in commands] == [1, 1]
+    assert commands[1].stderr.splitlines() == [
+        "error: [rank 1] no such key",
+        f"  (the traceback is in {tmp_path}/run/logs/rank_1.log)",
+        "  (the log of rank 1 cannot be written: [Errno 27] File too large)",
+    ]
+    assert "lost" not in log(tmp_path)
+
+
+def test_a_full_log_fails_no_run(start, write, tmp_path):
+    commands = start(write({1: "train with a full log"}, SPOILT_OUTPUT), world_size=2)
+    assert [command.wait() for command in commands] == [0, 0]
+    assert commands[1].stdout + commands[1].stderr == ""
+
+
+def test_a_log_that_cannot_be_opened_fails_no_run(start, write, tmp_path):
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "rank_1.log").symlink_to("/dev/full")
+    commands = start(write({}), world_size=2)
+    assert [command.wait() for command in commands] == [0, 0]
+    assert commands[1].stderr == ("WARNING: the log of rank 1 cannot be written: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_streams_that_cannot_be_written_do_not_change_the_status(world_size, start, write):
+    for action, status in (("train with full streams", 0), ("fail with full streams", 1)):
+        commands = start(write(dict.fromkeys((0, 1), action), SPOILT_OUTPUT), world_size=world_size)
+        assert [command.wait() for command in commands] == [status] * world_size
+
+
 @pytest.mark.parametrize("action", ["refuse", "refuse in setup"])
 def test_the_same_mistake_on_all_ranks_is_told_once(action, start, write):
     commands = start(write(dict.fromkeys(range(3), action)), world_size=3)
@@ -150,12 +196,13 @@ def test_missing_ranks_are_named(present, named, start, write):
     assert len(messages) == (1 if 0 in present else 2)
 
 
-def test_a_rank_that_does_not_come_as_far_is_named(start, write):
+def test_a_rank_that_does_not_come_as_far_is_named(start, write, port):
     commands = start(write({0: "absent"}, timeout_minutes=0.03), world_size=2)
     assert commands[1].wait() == 2
-    assert errors(commands[1:]) == [
-        "error: [rank 1] 1 of 2 ranks did not join within 0.03 minutes (dist_env.timeout_minutes): rank 0"
-    ]
+    (message,) = errors(commands[1:])
+    missing, _, place = message.partition("; ")
+    assert missing == "error: [rank 1] 1 of 2 ranks did not join within 0.03 minutes (dist_env.timeout_minutes): rank 0"
+    assert place == f"they meet at localhost:{port} (MASTER_ADDR, MASTER_PORT)"
     assert commands[0].wait() == 1
 
 
@@ -173,6 +220,7 @@ def test_a_number_of_processes_that_the_launcher_contradicts(words, start, write
     assert [command.wait() for command in commands] == [2, 2]
     expected = "must be positive, got 0" if words[1] == "0" else "3 is not what torchrun has started"
     assert expected in commands[0].stderr
+    assert commands[1].stderr == ""
 
 
 def test_the_number_of_processes_that_the_launcher_started(start, write):

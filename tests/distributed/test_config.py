@@ -104,6 +104,28 @@ def test_the_policy_is_a_section_of_its_own():
         distributed(mp_policy={"cast_forward_inputs": 3})
 
 
+@pytest.mark.parametrize("name", ["int8", "floaty"])
+def test_an_unknown_policy_dtype_is_refused(name):
+    with pytest.raises(
+        ValueError, match=rf"distributed\.mp_policy\.reduce_dtype must be null or one of .*, got '{name}'"
+    ):
+        distributed(mp_policy={"reduce_dtype": name})
+    assert distributed(mp_policy={"reduce_dtype": "torch.bfloat16"}).mp_policy.reduce_dtype == "torch.bfloat16"
+
+
+def test_options_that_do_nothing_are_known():
+    ddp = {"strategy": "ddp", "enable_fsdp2_prefetch": True, "mp_policy": {"reduce_dtype": "bf16"}}
+    assert distributed(**ddp).ignored_options(2) == [
+        "distributed.enable_fsdp2_prefetch",
+        "distributed.mp_policy.reduce_dtype",
+    ]
+    assert distributed(offload_policy=True).ignored_options(1) == ["distributed.offload_policy"]
+    assert distributed(fsdp2_forward_prefetch_depth=2).ignored_options(2) == [
+        "distributed.fsdp2_forward_prefetch_depth"
+    ]
+    assert distributed().ignored_options(2) == []
+
+
 @pytest.mark.parametrize("minutes", [0, -1, float("nan")])
 def test_a_timeout_is_positive(minutes):
     with pytest.raises(ValueError, match=r"dist_env\.timeout_minutes must be positive"):

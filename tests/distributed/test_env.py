@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from automodel.distributed.env import LaunchEnvironment, read_launch_environment, unset_rank_defaults
+from automodel.distributed.env import LaunchEnvironment, is_speaker, read_launch_environment, unset_rank_defaults
 
 TORCHRUN = {
     "RANK": "5",
@@ -158,8 +158,29 @@ def test_what_ranks_on_one_machine_share_is_divided_unless_it_is_set(monkeypatch
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     cores = len(os.sched_getaffinity(0))
-    assert unset_rank_defaults(1) == {"OMP_NUM_THREADS": str(cores), "GLOO_SOCKET_IFNAME": "lo"}
+    assert unset_rank_defaults(1) == {
+        "OMP_NUM_THREADS": str(cores),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     assert unset_rank_defaults(1000)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
     assert unset_rank_defaults(2) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, True),
+        (TORCHRUN, False),
+        (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, True),
+        (SLURM, False),
+        # Whoever has a rank that is none may be the only one to know.
+        (TORCHRUN | {"RANK": "first"}, True),
+    ],
+)
+def test_who_tells_a_mistake_that_all_make(give, values, expected):
+    give(values)
+    assert is_speaker() is expected

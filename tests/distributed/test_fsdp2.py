@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automodel.distributed.config import DistributedConfig
-from automodel.distributed.fsdp2 import Fsdp2, parse_policy_dtype
+from automodel.distributed.fsdp2 import Fsdp2
 from automodel.distributed.mesh import build_mesh
 from automodel.distributed.rank_group import RankGroup
 
@@ -15,11 +15,15 @@ CPU = torch.device("cpu")
 
 
 class Router(nn.Module):
+    seen = None
+
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2, 8, dtype=torch.float32))
 
     def forward(self, x):
+        # The policy of its block is bfloat16; it keeps its own dtype.
+        Router.seen = self.weight.dtype
         return torch.softmax(x.float() @ self.weight.T, -1).sum(-1, keepdim=True).to(x.dtype)
 
 
@@ -47,15 +51,15 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def make(world_size, **values):
+def make(world_size, *, dtype=torch.float32, **values):
     config = DistributedConfig(**values)
     mesh = build_mesh(config.sizes(world_size), world=RankGroup(dist.group.WORLD), device_type="cpu")
-    return Fsdp2(config, mesh=mesh, device=CPU, dtype=torch.float32)
+    return Fsdp2(config, mesh=mesh, device=CPU, dtype=dtype)
 
 
 def train_a_mixed_model(rank, world_size):
     torch.manual_seed(rank)
-    strategy, model = make(world_size), Model()
+    strategy, model = make(world_size, dtype=torch.bfloat16), Model()
     assert strategy.shard(model) is model
     values = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
     for last in (False, True):
@@ -65,11 +69,12 @@ def train_a_mixed_model(rank, world_size):
         assert all((parameter.grad is not None) == last for parameter in model.parameters())
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     dtypes = {name: str(parameter.dtype) for name, parameter in model.named_parameters()}
-    return dtypes, {name: value.tolist() for name, value in values.items()}
+    return dtypes, {name: value.tolist() for name, value in values.items()}, str(Router.seen)
 
 
 def test_a_router_in_float32_is_gathered_apart_and_rank_zeros_values_hold(ranks):
-    (dtypes, values), (_, others) = ranks.run(2, train_a_mixed_model)
+    (dtypes, values, seen), (_, others, _) = ranks.run(2, train_a_mixed_model)
+    assert seen == "torch.float32"
     assert dtypes["layers.0.gate.weight"] == "torch.float32"
     assert dtypes["layers.0.linear.weight"] == "torch.bfloat16"
     assert values == others
@@ -117,12 +122,61 @@ def test_a_model_on_meta_gets_memory_for_its_shards_only(ranks):
     assert {device for device, _ in first} == {"cpu"}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("torch.float32", torch.float32), (None, None)])
-def test_policy_dtypes(name, dtype):
-    assert parse_policy_dtype(name, name="reduce_dtype") == dtype
+def options_take_effect(rank, world_size):
+    """What each option changes, with and without it."""
+    seen = {}
+    for name, values in {
+        "default": {},
+        "kept": {"reshard_after_forward": False},
+        "every pass": {"defer_fsdp_grad_sync": False},
+        "ahead": {"enable_fsdp2_prefetch": True},
+        "offloaded": {"offload_policy": True},
+    }.items():
+        strategy, model = make(world_size, **values), Model()
+        strategy.shard(model)
+        with strategy.micro_batch(model, is_last=False):
+            loss = model(torch.arange(4)).float().square().mean()
+            whole = not isinstance(model.layers[0].linear.weight, DTensor)
+            loss.backward()
+        first = model.layers[0]._get_fsdp_state()
+        seen[name] = {
+            "whole after forward": whole,
+            "reduced after a pass": model.head.weight.grad is not None,
+            "forward": len(first._states_to_forward_prefetch),
+            "backward": len(model.layers[1]._get_fsdp_state()._states_to_backward_prefetch),
+            "offload": type(first._fsdp_param_group.offload_policy).__name__,
+        }
+    return seen
 
 
-@pytest.mark.parametrize("name", ["int8", "floaty"])
-def test_an_unknown_policy_dtype_is_refused(name):
-    with pytest.raises(ValueError, match=rf"distributed\.mp_policy\.reduce_dtype must name a .*, got '{name}'"):
-        parse_policy_dtype(name, name="reduce_dtype")
+def test_options_take_effect(ranks):
+    (seen, _) = ranks.run(2, options_take_effect)
+    default = seen.pop("default")
+    assert default == {
+        "whole after forward": False,
+        "reduced after a pass": False,
+        "forward": 0,
+        "backward": 0,
+        "offload": "OffloadPolicy",
+    }
+    changed = {name: {key: value for key, value in one.items() if value != default[key]} for name, one in seen.items()}
+    assert changed == {
+        "kept": {"whole after forward": True},
+        "every pass": {"reduced after a pass": True},
+        "ahead": {"forward": 1, "backward": 1},
+        "offloaded": {"offload": "CPUOffloadPolicy"},
+    }
+
+
+def refuse_what_cannot_be_sharded(rank, world_size):
+    model = Model()
+    model.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(ValueError, match="parameter temperature is a scalar"):
+        make(world_size).shard(model)
+    model.temperature = nn.Parameter(torch.ones(4, 4).T[:2].T)
+    with pytest.raises(ValueError, match="parameter temperature is not contiguous"):
+        make(world_size).shard(model)
+
+
+def test_what_cannot_be_sharded_is_refused_by_name(ranks):
+    ranks.run(2, refuse_what_cannot_be_sharded)

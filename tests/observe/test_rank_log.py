@@ -47,3 +47,41 @@ def test_descriptors_are_given_back(tmp_path):
         "assert count() == before\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=tmp_path, env={**os.environ})
+
+
+def test_a_file_that_is_full_loses_what_is_printed_but_tells_what_is_written(tmp_path):
+    code = (
+        "import logging, os, resource, sys\nfrom pathlib import Path\nfrom automodel.observe.rank_log import RankLog\n"
+        "logging.basicConfig(format='%(message)s')\n"
+        "with RankLog() as log:\n"
+        "    log.open(Path('x.log'), rank=1, world_size=2)\n"
+        "    log.write('x' * 5000)\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+        "    print('lost')\n"
+        "    print('lost', file=sys.stderr)\n"
+        "    logging.warning('lost')\n"
+        "    try:\n"
+        "        log.write('lost')\n"
+        "    except OSError as error:\n"
+        "        print(type(error).__name__, file=log.terminal)\n"
+        "print('after')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=tmp_path
+    )
+    assert (done.stdout, done.stderr) == ("after\n", "OSError\n")
+    assert "lost" not in (tmp_path / "x.log").read_text()
+
+
+def test_without_a_place_for_temporary_files_what_waits_is_lost(tmp_path):
+    code = (
+        "import tempfile\nfrom pathlib import Path\nfrom automodel.observe.rank_log import RankLog\n"
+        "tempfile.tempdir = 'nowhere'\n"
+        "with RankLog() as log:\n    print('lost')\n    log.open(Path('x.log'), rank=1, world_size=2)\n"
+        "    print('kept')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=tmp_path
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+    assert (tmp_path / "x.log").read_text().splitlines()[1:] == ["kept"]

@@ -1,5 +1,6 @@
 """The main job where something is awkward: other processes, signals at odd moments, changed recipes, damaged files."""
 
+import json
 import os
 import shutil
 import signal
@@ -44,6 +45,12 @@ def steps(folder):
     return [row["step"] for row in read_rows(folder / "training.jsonl")]
 
 
+def contents_and_times(folder):
+    """What each file below a folder holds, and when it was last written."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file.relative_to(folder)): (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
+
+
 def write_loss(folder, body):
     """A loss in a file of the user's own that does something at each call; returns its target."""
     file = folder / "loss.py"
@@ -60,13 +67,15 @@ def write_loss(folder, body):
     return f"{file}:Loss"
 
 
-def test_one_of_several_processes_is_refused_before_it_leaves_anything(recipe, tmp_path, monkeypatch, capsys):
+def test_a_rank_that_cannot_find_the_others_leaves_nothing(recipe, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     assert main([recipe.write()]) == 2
-    assert "training in 2 processes is not available yet" in capsys.readouterr().err
-    assert list((tmp_path / "runs").iterdir()) == []
+    message = "environment variable MASTER_ADDR is not set: the 2 ranks meet there"
+    assert f"error: [rank 1] {message}" in capfd.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_stop_signal_to_the_whole_process_group_leaves_the_data_workers_alone(recipe, tmp_path):
@@ -115,13 +124,31 @@ def test_a_final_validation_that_is_missing_is_made_up_for(recipe, tmp_path, cap
     command = ["run", recipe.write(), "--run-dir", str(tmp_path / "run"), "--step_scheduler.max_steps", "2", *QUIET]
     assert main([*command, "--validation_dataset", "null"]) == 0
     assert not (tmp_path / "run/checkpoints/LOWEST_VAL").exists()
+    before = contents_and_times(tmp_path / "run/checkpoints")
+    trained = before.pop("epoch_0_step_1/losses.json")[0]
     capsys.readouterr()
     assert main(command) == 0
     output = capsys.readouterr().out
     assert "already complete: 0 steps run, val_loss" in output
     assert "sample completion" in output
     assert [row["step"] for row in read_rows(tmp_path / "run/validation.jsonl")] == [1]
-    assert (tmp_path / "run/checkpoints/LOWEST_VAL").exists()
+    after = contents_and_times(tmp_path / "run/checkpoints")
+    losses = json.loads(after.pop("epoch_0_step_1/losses.json")[0])
+    assert losses["val_loss"] > 0
+    assert {**json.loads(trained), "val_loss": losses["val_loss"]} == losses
+    assert after == before, "the only checkpoint was written again"
+    assert str((tmp_path / "run/checkpoints/LOWEST_VAL").readlink()) == "epoch_0_step_1"
+
+
+def test_a_validation_made_up_for_elsewhere_changes_nothing_of_the_other_run(again, tmp_path, capsys):
+    before = contents_and_times(again.folder)
+    there = again.folder / "checkpoints/epoch_0_step_1"
+    assert again("--run-dir", str(tmp_path / "own"), "--checkpoint.restore_from", str(there)) == 0
+    assert "already complete: 0 steps run, val_loss" in capsys.readouterr().out
+    assert contents_and_times(again.folder) == before
+    own = tmp_path / "own/checkpoints"
+    assert "val_loss" in json.loads((own / "epoch_0_step_1/losses.json").read_text())
+    assert str((own / "LATEST").readlink()) == "epoch_0_step_1"
 
 
 @pytest.mark.parametrize(

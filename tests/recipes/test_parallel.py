@@ -1,60 +1,15 @@
 """The same recipe on 1, 2 and 4 ranks: the same losses and gradient norms, whatever the strategy."""
 
 import json
+import resource
 
 import pytest
-import yaml
 
-from parallel_runs import read_curve, train
+from parallel_runs import HYBRID, LLAMA, STRATEGIES, read_curve, train, write_recipe
 
-LLAMA = {
-    "_target_": "transformers.LlamaConfig",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 TIED = {**LLAMA, "tie_word_embeddings": True}
-HYBRID = {
-    "_target_": "transformers.NemotronHConfig",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "layers_block_type": ["mamba", "attention", "mlp"],
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "mamba_num_heads": 3,
-    "mamba_head_dim": 16,
-    "ssm_state_size": 8,
-    "n_groups": 1,
-    "chunk_size": 16,
-}
+MARKED = {"_target_": "parallel_runs.make_marked_llama", "config": LLAMA}
 MODELS = {"llama": LLAMA, "hybrid": HYBRID, "tied llama": TIED}
-STRATEGIES = {
-    "fsdp2 on 2": (2, {}),
-    "fsdp2 on 4": (4, {}),
-    "hsdp 2x2": (4, {"dp_replicate_size": 2}),
-    "ddp on 2": (2, {"strategy": "ddp"}),
-    "ddp on 4": (4, {"strategy": "ddp"}),
-}
-
-
-def write_recipe(file, model, distributed, *, dtype="float32", **sections):
-    recipe = {
-        "step_scheduler": {"global_batch_size": 8, "local_batch_size": 1, "max_steps": 5},
-        "model": {"_target_": "automodel.NeMoAutoModelForCausalLM.from_config", "config": model},
-        "dataset": {"_target_": "parallel_runs.MaskedRows"},
-        "validation_dataset": {"_target_": "parallel_runs.MaskedRows", "num_rows": 9},
-        "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1.0e-2},
-        "distributed": {"mp_policy": {"param_dtype": dtype}, **distributed},
-        "checkpoint": {"enabled": False},
-        **sections,
-    }
-    file.write_text(yaml.safe_dump(recipe))
-    return str(file)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +56,18 @@ def test_bf16_curves_do_not_depend_on_the_ranks(ranks, tmp_path, alone, model, s
     assert_same(tmp_path / "run", alone(model, "bfloat16"), tolerance=1e-2)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2 on 2", "ddp on 2"])
+def test_a_model_of_bf16_parameters(ranks, tmp_path, strategy):
+    world_size, distributed = STRATEGIES[strategy]
+    for name, sections in {"alone": {}, "ranks": distributed}.items():
+        (tmp_path / name).mkdir()
+        write_recipe(tmp_path / name / "recipe.yaml", LLAMA, sections, dtype="bfloat16", parameters="bfloat16")
+    train(0, 1, tmp_path / "alone" / "recipe.yaml", tmp_path / "alone" / "run")
+    ranks.run(world_size, train, tmp_path / "ranks" / "recipe.yaml", tmp_path / "ranks" / "run")
+    alone = tmp_path / "alone" / "run"
+    assert_same(tmp_path / "ranks" / "run", (read_curve(alone), validation_loss(alone)), tolerance=1e-2)
+
+
 OPTIONS = {
     "activations recomputed": {"activation_checkpointing": True},
     "activations recomputed in part": {"activation_checkpointing": "selective"},
@@ -118,6 +85,17 @@ def test_options_of_fsdp2_change_no_value(ranks, tmp_path, alone, options):
     assert_same(tmp_path / "run", alone("hybrid", "float32"), tolerance=1e-5)
 
 
+def test_marked_parameters_do_not_decay_on_several_ranks(ranks, tmp_path):
+    decayed = {"_target_": "torch.optim.AdamW", "lr": 1.0e-2, "weight_decay": 10.0}
+    curves = []
+    for name, world_size in {"alone": 1, "ranks": 2}.items():
+        (tmp_path / name).mkdir()
+        recipe = write_recipe(tmp_path / name / "recipe.yaml", LLAMA, {}, optimizer=decayed, model=MARKED)
+        ranks.run(world_size, train, recipe, tmp_path / name / "run")
+        curves.append(read_curve(tmp_path / name / "run"))
+    assert curves[0] == [pytest.approx(step, rel=1e-5) for step in curves[1]]
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2 on 2", "ddp on 2"])
 def test_tied_heads_stay_tied(ranks, tmp_path, alone, strategy):
     world_size, distributed = STRATEGIES[strategy]
@@ -126,11 +104,19 @@ def test_tied_heads_stay_tied(ranks, tmp_path, alone, strategy):
     assert_same(tmp_path / "run", alone("tied llama", "float32"), tolerance=1e-5)
 
 
+def train_with_ballast(rank, world_size, recipe, run_dir):
+    ballast = b"x" * (400 * 2**20) if rank == 1 else b""
+    train(rank, world_size, recipe, run_dir)
+    return len(ballast), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def test_metrics_are_of_the_whole_job_and_written_once(ranks, tmp_path):
     recipe = write_recipe(tmp_path / "recipe.yaml", LLAMA, {})
-    ranks.run(4, train, recipe, tmp_path / "run")
+    peaks = [peak for _, peak in ranks.run(4, train_with_ballast, recipe, tmp_path / "run")]
+    assert max(peaks) == peaks[1] > peaks[0] + 0.3
     for row in map(json.loads, (tmp_path / "run" / "training.jsonl").read_text().splitlines()):
         assert row["num_tokens_per_step"] == 8 * 16
         assert row["tps"] == pytest.approx(4 * row["tps_per_gpu"])
         assert row["tps"] == pytest.approx(row["num_tokens_per_step"] / row["time_step"])
+        assert peaks[0] + 0.3 < row["mem"] <= peaks[1]
     assert "FSDP2, sharded over all" in (tmp_path / "run" / "report.html").read_text()

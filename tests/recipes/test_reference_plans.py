@@ -199,14 +199,12 @@ def test_a_plan_keeps_the_placeholders_of_the_environment(write, capsys, monkeyp
 {TEXT}
 optimizer: {{_target_: torch.optim.AdamW, lr: 1.0e-4}}
 checkpoint: {{checkpoint_dir: "${{AM_FOLDER}}", best_metric_key: "${{AM_TOKEN}}"}}
-distributed: {{mp_policy: {{output_dtype: "${{AM_TOKEN}}"}}}}
 seed: ${{AM_SEED}}
 """
     assert main(["run", write(recipe), "--dry-run"]) == 0
     out, err = capsys.readouterr()
     for part in (
         "best_metric_key=${AM_TOKEN} -> ${AM_FOLDER}",
-        "mp_policy.output_dtype=${AM_TOKEN}",
         "seed=${AM_SEED}",
     ):
         assert part in out

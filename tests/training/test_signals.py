@@ -8,7 +8,7 @@ import pytest
 
 from automodel.training.signals import StopSignals
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @pytest.fixture
@@ -46,6 +46,18 @@ def test_more_signals_of_a_scheduler_do_not_interrupt(handlers):
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert signals.received is signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_that_was_ignored_stays_ignored(handlers, number):
+    signal.signal(number, signal.SIG_IGN)
+    with StopSignals() as signals:
+        os.kill(os.getpid(), number)
+        assert signals.received is None
+        others = [other for other in STOPS if other is not number]
+        os.kill(os.getpid(), others[0])
+        assert signals.received is others[0]
+    assert signal.getsignal(number) is signal.SIG_IGN
 
 
 def test_the_handlers_come_back_after_an_error(handlers):
