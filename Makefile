@@ -15,7 +15,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart test lint types contracts unit wheel-check bench format clean
+.PHONY: help quickstart test lint types contracts unit wheel-check bench tables format clean
 
 help:
 	@echo "make quickstart   train the small hybrid model; sets up $(VENV) on first use"
@@ -26,6 +26,7 @@ help:
 	@echo "make unit         pytest, without benchmarks"
 	@echo "make wheel-check  build the wheel, install it elsewhere and train with it"
 	@echo "make bench        the benchmarks"
+	@echo "make tables       compile every kernel for every GPU; writes automodel_kernels/resources.json"
 	@echo "make format       let ruff rewrite the sources"
 	@echo "make clean        remove $(VENV), builds and tool caches; runs/ stays"
 
@@ -52,6 +53,9 @@ wheel-check: $(INSTALLED_DEV)
 
 bench: $(INSTALLED_DEV)
 	$(BIN)/python -m pytest bench --benchmark-only
+
+tables: $(INSTALLED_DEV)
+	$(BIN)/python -m automodel_kernels.resources
 
 format: $(INSTALLED_DEV)
 	$(BIN)/ruff check --fix $(SOURCES)

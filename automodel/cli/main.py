@@ -17,6 +17,7 @@ _COMMANDS = {
     "run": "train from a recipe",
     "recipes": "list the recipes that are shipped",
     "config": "explain what a recipe may say, and what one says",
+    "embeddings": "find damaged rows of a model's input embedding, and repair a copy",
     "env": "print what a bug report needs",
 }
 _WITH_OVERRIDES = ("run", "config")
@@ -48,10 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser without abbreviations, whose errors point to the help."""
+    """A parser without abbreviations, whose errors point to the help; of several processes one prints them."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_USAGE_ERROR, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
+        from automodel.distributed.env import is_speaker
+
+        text = f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n"
+        self.exit(_USAGE_ERROR, text if is_speaker() else None)
 
 
 def _make_parser(command: str | None) -> argparse.ArgumentParser:

@@ -307,7 +307,7 @@ def _ignored_labels(batch: Mapping[str, Any], sampler: _GlobalBatchSampler, *, i
 
 def _leave_stop_signals_to_the_trainer(worker: int) -> None:
     """Ignore what asks the job to save and stop: sent to a whole process group, it must not take the data away."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

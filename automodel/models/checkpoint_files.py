@@ -1,33 +1,22 @@
 """The safetensors files of a pretrained model: which they are, what they hold, and how its names map to the model's."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, cached_files
 
+from automodel.models.safetensors_files import StoredTensor, read_header, read_index
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["StoredTensor", "model_names", "open_safetensors", "read_checkpoint"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """A tensor in a file."""
-
-    file: Path
-    key: str
-    shape: tuple[int, ...]
+__all__ = ["model_names", "read_checkpoint"]
 
 
 def read_checkpoint(
@@ -50,32 +39,17 @@ def read_checkpoint(
     repository = _Repository(name_or_path, hub)
     single = repository.find(_with_variant(SAFE_WEIGHTS_NAME, variant))
     if single is not None:
-        return _read_header(single)
+        return read_header(single)
     index = repository.find(_with_variant(SAFE_WEIGHTS_INDEX_NAME, variant))
     if index is None:
         return None
-    weight_map = _read_index(index)
+    weight_map = read_index(index)
     files = repository.get(sorted(set(weight_map.values())), index=index)
-    headers = {name: _read_header(file) for name, file in files.items()}
+    headers = {name: read_header(file) for name, file in files.items()}
     for key, name in weight_map.items():
         if key not in headers[name]:
             raise ValueError(f"{files[name]} lacks {key}, which {index} says it holds")
     return {key: tensor for header in headers.values() for key, tensor in header.items()}
-
-
-@contextmanager
-def open_safetensors(file: Path) -> Iterator[Any]:
-    """Open a safetensors file on the CPU.
-
-    Raises:
-        ValueError: it is damaged or not complete.
-    """
-    try:
-        handle = safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is damaged or not complete: {error}") from error
-    with handle as opened:
-        yield opened
 
 
 def model_names(keys: Sequence[str], template: PreTrainedModel) -> dict[str, str] | None:
@@ -134,22 +108,6 @@ class _Repository:
         return dict(zip(filenames, found, strict=True))
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    with open_safetensors(file) as handle:
-        return {
-            key: StoredTensor(file=file, key=key, shape=tuple(handle.get_slice(key).get_shape()))
-            for key in handle.keys()  # noqa: SIM118 - the handle is no mapping
-        }
-
-
 def _with_variant(filename: str, variant: str | None) -> str:
     stem, _, suffix = filename.rpartition(".")
     return filename if variant is None else f"{stem}.{variant}.{suffix}"
-
-
-def _read_index(file: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        return {str(key): str(name) for key, name in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is no index of weights: {type(error).__name__}: {error}") from error

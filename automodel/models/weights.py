@@ -19,9 +19,10 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from automodel.models.auto import NeMoAutoModelForCausalLM, is_transformers_class
-from automodel.models.checkpoint_files import StoredTensor, model_names, open_safetensors, read_checkpoint
+from automodel.models.checkpoint_files import model_names, read_checkpoint
 from automodel.models.commit import carried_commit, hub_options, select_commit
 from automodel.models.initialization import initialize
+from automodel.models.safetensors_files import StoredTensor, open_safetensors
 from automodel.models.slots import Slot, copy_part, is_sharded, local_part, model_slots, slots_to_fill
 from automodel.models.tied_weights import tied_parameters
 

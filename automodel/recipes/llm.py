@@ -96,6 +96,10 @@ class TrainFinetuneRecipeForNextTokenPrediction:
         with phase("model"):
             model = parts.build_model(sections, strategy=strategy)
             parts.check_vocabulary(model.inner, tokenizer)
+        checkpoint = None if self._checkpointer is None else self._checkpointer.find_resumable(model.inner)
+        if checkpoint is None:
+            with phase("embedding repair"):
+                parts.repair_embeddings(sections, model.inner, tokenizer, ranks=mesh.world)
         loss_fn = parts.build_loss(sections.loss_fn)
         with phase("data"):
             ignored = getattr(loss_fn, "ignore_index", IGNORE_INDEX)
@@ -113,9 +117,9 @@ class TrainFinetuneRecipeForNextTokenPrediction:
             tokenizer=tokenizer,
         )
         with phase("resume"):
-            restored_from = self._restore(state)
+            self._restore(checkpoint, state)
         if mesh.world.is_main:
-            resumed_step = None if restored_from is None else stepping.scheduler.step
+            resumed_step = None if checkpoint is None else stepping.scheduler.step
             _prepare_files(run_folder, config_text=self.config_text, resumed_step=resumed_step)
         self.job = TrainingJob(
             sections=sections,
@@ -133,7 +137,7 @@ class TrainFinetuneRecipeForNextTokenPrediction:
             stepping=stepping,
             state=state,
             checkpointer=self._checkpointer,
-            restored_from=restored_from,
+            restored_from=checkpoint,
         )
 
     def run_train_validation_loop(self) -> RunOutcome:
@@ -198,15 +202,11 @@ class TrainFinetuneRecipeForNextTokenPrediction:
         checkpointer.open()
         return checkpointer
 
-    def _restore(self, state: RunState) -> Path | None:
-        """Restore the checkpoint that the run should start from and return it, or None for a fresh start."""
-        if self._checkpointer is None:
-            return None
-        checkpoint = self._checkpointer.find_resumable(state.model)
-        if checkpoint is not None:
+    def _restore(self, checkpoint: Path | None, state: RunState) -> None:
+        """Restore the checkpoint that the run starts from, if any."""
+        if self._checkpointer is not None and checkpoint is not None:
             self._checkpointer.restore(checkpoint, state)
             logger.info("resumed from %s", checkpoint)
-        return checkpoint
 
 
 def _prepare_files(folder: RunFolder, *, config_text: str, resumed_step: int | None) -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "build_stepping",
     "build_tokenizer",
     "check_vocabulary",
+    "repair_embeddings",
 ]
 
 logger = logging.getLogger(__name__)
@@ -292,6 +293,26 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
             f"the tokenizer has {len(tokenizer)} tokens but the model's vocab_size is {vocab_size}; "
             "model.config.vocab_size must be at least as large"
         )
+
+
+def repair_embeddings(sections: RecipeSections, model: nn.Module, tokenizer: Any, *, ranks: RankGroup) -> None:
+    """Repair damaged rows of the input embedding where the recipe asks for it; every rank calls it.
+
+    Args:
+        sections: The recipe.
+        model: The model, loaded and sharded.
+        tokenizer: Rows beyond its tokens may be zero; None: not known.
+        ranks: The ranks that hold copies of what is not sharded.
+
+    Raises:
+        ValueError, RuntimeError: the rows cannot be repaired; see `repair_input_embedding_rows`.
+    """
+    if sections.embedding_row_repair is None:
+        return
+    # Ids may have gaps, so that the highest one says more than their number.
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    vocab_size = max(vocabulary.values()) + 1 if vocabulary else None
+    sections.embedding_row_repair.apply(model, vocab_size=vocab_size, group=ranks.process_group)
 
 
 def _accepted(target: Callable[..., Any], **offered: Any) -> dict[str, Any]:

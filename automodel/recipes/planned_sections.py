@@ -248,11 +248,6 @@ _ALL = (
             "pipeline_stage_compile": "one synthetic micro-batch per pipeline stage",
         },
     ),
-    _switchable(
-        "embedding_row_repair",
-        "repair of near-zero input embeddings",
-        {"min_norm": "rows at or below this L2 norm are repaired", "max_rows": "most rows to repair"},
-    ),
     PlannedSection(
         name="mfu",
         help="the peak that MFU is measured against",

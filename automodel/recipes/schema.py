@@ -48,11 +48,20 @@ RECIPE_CLASSES: dict[str, str | None] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsSection:
-    """A section with a fixed schema; `owner` is the dotted name of its dataclass."""
+    """A section with a fixed schema.
+
+    Attributes:
+        name: Its name.
+        help: One line.
+        owner: The dotted name of its dataclass.
+        optional: Whether it does nothing where the recipe leaves it out, or has null or false for it; otherwise a
+            section that is left out has its defaults.
+    """
 
     name: str
     help: str
     owner: str
+    optional: bool = False
 
     def section_class(self) -> type[Any]:
         """Import the dataclass."""
@@ -107,6 +116,12 @@ _SETTINGS = (
     ),
     SettingsSection(
         name="clip_grad_norm", help="clipping of gradients", owner="automodel.training.optim.ClipGradNormConfig"
+    ),
+    SettingsSection(
+        name="embedding_row_repair",
+        help="repair of near-zero and non-finite rows of the input embedding; left out, there is none",
+        owner="automodel.training.embedding_row_repair.EmbeddingRowRepairConfig",
+        optional=True,
     ),
 )
 _DATASETS = {"automodel.data.text.TextFilesDataset": "text files of a folder, cut into sequences of equal length"}

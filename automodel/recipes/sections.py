@@ -30,6 +30,7 @@ from automodel.recipes.schema import (
 if TYPE_CHECKING:
     from automodel.checkpoint.store import CheckpointConfig
     from automodel.distributed.config import DistEnvConfig, DistributedConfig
+    from automodel.training.embedding_row_repair import EmbeddingRowRepairConfig
     from automodel.training.optim import ClipGradNormConfig, LrSchedulerConfig
     from automodel.training.rng import RngConfig
     from automodel.training.step_scheduler import StepSchedulerConfig
@@ -57,6 +58,7 @@ class RecipeSections:
     rng: "RngConfig"
     lr_scheduler: "LrSchedulerConfig"
     clip_grad_norm: "ClipGradNormConfig"
+    embedding_row_repair: "EmbeddingRowRepairConfig | None"
     deterministic: bool
     model: ConfigNode
     tokenizer: ConfigNode | None
@@ -122,7 +124,14 @@ def _build_settings(config: ConfigNode, mistakes: "_Mistakes") -> dict[str, Any]
     for name, section in SETTINGS_SECTIONS.items():
         with mistakes.collected(name):
             node, also = _settings_node(config, name), REFERENCE_KEYS.get(name)
+            if section.optional and (node is None or node is False):
+                built[name] = None
+                continue
             built[name] = build_section(section.section_class(), node, name, also=also)
+    repair, distributed = built.get("embedding_row_repair"), built.get("distributed")
+    if repair is not None and distributed is not None:
+        with mistakes.collected("embedding_row_repair"):
+            repair.check_pipeline(distributed.pp_size)
     return built
 
 

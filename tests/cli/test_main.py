@@ -26,7 +26,17 @@ def run_fresh(*words):
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--version"], ["env"], ["recipes"], ["run", "--help"], ["recipes", "--help"], ["env", "--help"], []],
+    [
+        ["--help"],
+        ["--version"],
+        ["env"],
+        ["recipes"],
+        ["run", "--help"],
+        ["recipes", "--help"],
+        ["env", "--help"],
+        ["embeddings", "--help"],
+        [],
+    ],
     ids=" ".join,
 )
 def test_light_commands_import_nothing_heavy(words):

@@ -223,6 +223,14 @@ def test_a_number_of_processes_that_the_launcher_contradicts(words, start, write
     assert commands[1].stderr == ""
 
 
+@pytest.mark.parametrize("words", [["run"], ["run", "hybrid_tiny", "--nproc-per-node", "two"]], ids=" ".join)
+def test_words_that_cannot_be_parsed_are_told_once(words, start):
+    commands = start(words, world_size=2)
+    assert [command.wait() for command in commands] == [2, 2]
+    assert commands[0].stderr.startswith("automodel run: error: ")
+    assert commands[1].stderr == ""
+
+
 def test_the_number_of_processes_that_the_launcher_started(start, write):
     commands = start([*write({}), "--nproc-per-node", "2"], world_size=2)
     assert [command.wait() for command in commands] == [0, 0]

@@ -228,10 +228,9 @@ def test_a_missing_file_is_named(folder):
         load(arguments_of(folder))
 
 
-@pytest.mark.parametrize("kept", [0, 5, 300, -1])
-def test_a_truncated_file_is_named(folder, kept):
+def test_a_truncated_file_is_named(folder):
     file = sorted(folder.glob("*.safetensors"))[1]
-    file.write_bytes(file.read_bytes()[:kept])
+    file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=rf"{file.name} is damaged or not complete"):
         load(arguments_of(folder))
 

@@ -233,10 +233,7 @@ mfu: {{device: h100, peak_tflops: 1979.0}}
 kernels: {{ssd: triton}}
 kernel_cache: {{trust_group: true}}
 """,
-        [
-            f"section '{name}' is not available yet"
-            for name in ("prewarm", "embedding_row_repair", "mfu", "kernels", "kernel_cache")
-        ],
+        [f"section '{name}' is not available yet" for name in ("prewarm", "mfu", "kernels", "kernel_cache")],
     ),
     "launchers": (
         f"{TRAINING}{MODEL}{TEXT}slurm: {{nodes: 2, account: a}}\nskypilot: {{cloud: aws, accelerators: 'H100:8'}}\n",

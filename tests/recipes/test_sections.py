@@ -56,7 +56,6 @@ NOT_BUILT = {
     "nvtx": True,
     "quantization": {"load_in_4bit": True},
     "prewarm": {"enabled": True},
-    "embedding_row_repair": {"max_rows": 8},
     "neftune": {"noise_alpha": 5},
     "qat": {"enabled": True},
     "skypilot": {"job_name": "x"},
@@ -79,7 +78,7 @@ def test_a_section_that_is_not_built_yet_is_refused(name):
     ("name", "value"),
     [
         *[(name, None) for name in NOT_BUILT],
-        *[(name, {"enabled": False, "max_rows": 8}) for name in ("embedding_row_repair", "prewarm", "qat", "mfu")],
+        *[(name, {"enabled": False, "max_rows": 8}) for name in ("prewarm", "qat", "mfu")],
         ("packed_sequence", {"packed_sequence_size": 0, "split_across_pack": False, "max_packs": 4}),
         ("packed_sequence", {"packed_sequence_size": None}),
         ("compile", {"enabled": False, "mode": "default", "fullgraph": False, "dynamic": True}),
@@ -131,6 +130,16 @@ def test_a_key_that_is_switched_off_passes(section, values):
     for key, value in values.items():
         if not isinstance(value, dict):
             assert getattr(built, key) == value
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_an_optional_section_is_none_unless_the_recipe_has_it(value):
+    assert build().embedding_row_repair is None
+    assert build(embedding_row_repair=value).embedding_row_repair is None
+    assert build(embedding_row_repair={}).embedding_row_repair.max_rows == 256
+    assert build(embedding_row_repair={"enabled": False}).embedding_row_repair.enabled is False
+    with pytest.raises(ValueError, match=r"^embedding_row_repair\.max_rows must be positive, got 0"):
+        build(embedding_row_repair={"max_rows": 0})
 
 
 def test_a_misspelt_section_is_named_with_the_nearest_one():
