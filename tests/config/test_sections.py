@@ -100,7 +100,7 @@ def test_a_target_is_passed_over_without_being_imported():
         ({"inner": {"dept": 1}}, "unknown key sec.inner.dept (did you mean 'depth'?)"),
         ({"inner": {"depth": "x"}}, "sec.inner.depth must be an integer, got 'x'"),
         ({"maybe": {"depth": None}}, "sec.maybe.depth must be an integer, got None"),
-        ({"either": 2.5}, "sec.either must be an integer, got 2.5"),
+        ({"either": 2.5}, "sec.either must be an integer, or one of 'auto', got 2.5"),
         ({"node": 5}, "sec.node must be a mapping, got 5"),
     ],
 )
