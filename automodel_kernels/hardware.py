@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "BOTH_FLOAT8",
     "TARGETS",
     "Device",
     "Target",
@@ -55,12 +56,17 @@ class Target:
         return GPUTarget(self.backend, self.arch, self.warp_size)
 
 
-BOTH_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+E4M3FN, E5M2 = "float8_e4m3fn", "float8_e5m2"
+BOTH_FLOAT8 = (E4M3FN, E5M2)
+"""The names of the 8-bit torch dtypes that some target has."""
+
+# The compute capability, as major * 10 + minor, from which NVIDIA's GPUs have e4m3fn; Triton refuses it below.
+FIRST_WITH_E4M3FN = 89
 
 TARGETS: Mapping[str, Target] = {
     target.name: target
     for target in (
-        Target(name="sm_80", backend="cuda", arch=80, shared_memory=166_912, warp_size=32, float8=("float8_e5m2",)),
+        Target(name="sm_80", backend="cuda", arch=80, shared_memory=166_912, warp_size=32, float8=(E5M2,)),
         Target(name="sm_89", backend="cuda", arch=89, shared_memory=101_376, warp_size=32, float8=BOTH_FLOAT8),
         Target(name="sm_90", backend="cuda", arch=90, shared_memory=232_448, warp_size=32, float8=BOTH_FLOAT8),
         Target(name="sm_100", backend="cuda", arch=100, shared_memory=232_448, warp_size=32, float8=BOTH_FLOAT8),
@@ -96,7 +102,7 @@ class Device:
         sm_count: number of multiprocessors (compute units).
         shared_memory: bytes of shared memory that one program can have.
         warp_size: threads in a warp.
-        target: the target whose binaries' limits it keeps; see `nearest_target`.
+        target: the target whose binaries' limits it keeps, with the device's own 8-bit types; see `nearest_target`.
     """
 
     name: str
@@ -115,7 +121,8 @@ class Device:
 def nearest_target(*, capability: tuple[int, int], shared_memory: int) -> Target:
     """The newest NVIDIA target that is no newer than a device and needs no more shared memory than it has.
 
-    A device older than all that fit (8.6, with the shared memory of 8.9) gets the target with the least shared memory.
+    A device older than all that fit (8.6, with the shared memory of 8.9) gets the target with the least shared memory,
+    without the 8-bit types that the device lacks.
 
     Args:
         capability: compute capability (major, minor).
@@ -126,7 +133,10 @@ def nearest_target(*, capability: tuple[int, int], shared_memory: int) -> Target
     fitting = [each for each in nvidia if int(each.arch) <= number and each.shared_memory <= shared_memory]
     if fitting:
         return max(fitting, key=lambda each: int(each.arch))
-    return min(nvidia, key=lambda each: each.shared_memory)
+    smallest = min(nvidia, key=lambda each: each.shared_memory)
+    if number < FIRST_WITH_E4M3FN:
+        return replace(smallest, float8=tuple(name for name in smallest.float8 if name != E4M3FN))
+    return smallest
 
 
 @lru_cache

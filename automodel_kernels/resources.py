@@ -39,6 +39,7 @@ __all__ = [
     "Table",
     "Variant",
     "build_table",
+    "default_sample",
     "fit_problem",
     "load_table",
     "main",
@@ -104,19 +105,21 @@ class Variant:
         target: the GPU.
         request: compiles it.
         candidates: where its configuration stands.
-        default: whether it is what the kernel's first launch takes where nothing is tuned.
+        launch: the launch's label.
+        default: whether it is what its launch takes where nothing is tuned.
     """
 
     label: str
     target: Target
     request: Request
     candidates: Candidates
+    launch: str
     default: bool
 
 
 def variants(kernel: Kernel, target: Target) -> Iterator[Variant]:
-    """Every binary that a kernel's space asks for on a target, the default one first."""
-    for number, (launch, found) in enumerate(kernel.claimed(target)):
+    """Every binary that a kernel's space asks for on a target, launch by launch, each launch's default one first."""
+    for launch, found in kernel.claimed(target):
         for place, config in enumerate(found.configs):
             label = f"{target.name} | {launch.label} | {config.label}"
             yield Variant(
@@ -124,8 +127,32 @@ def variants(kernel: Kernel, target: Target) -> Iterator[Variant]:
                 target=target,
                 request=launch_request(kernel, launch, config, label=f"{kernel.name} {label}"),
                 candidates=found,
-                default=number == 0 and place == 0,
+                launch=launch.label,
+                default=place == 0,
             )
+
+
+def default_sample(kernel: Kernel, *, turn: int) -> list[Variant]:
+    """Some defaults of a kernel: of every launch that on one target, and of the first launch those on all targets.
+
+    Compiling the defaults of all launches for all targets takes most of a minute. The targets take turns: as many
+    consecutive turns as there are targets have every default in one of them.
+
+    Args:
+        kernel: the kernel.
+        turn: which target is whose; the same sample for the same number.
+    """
+    chosen: dict[str, Variant] = {}
+    by_launch: dict[str, list[Variant]] = {}
+    for target in TARGETS.values():
+        defaults = [variant for variant in variants(kernel, target) if variant.default]
+        chosen |= {variant.label: variant for variant in defaults[:1]}
+        for variant in defaults:
+            by_launch.setdefault(variant.launch, []).append(variant)
+    for number, claimed in enumerate(by_launch.values()):
+        variant = claimed[(turn + number) % len(claimed)]
+        chosen[variant.label] = variant
+    return list(chosen.values())
 
 
 def source_hash(kernel: Kernel) -> str:

@@ -201,7 +201,10 @@ def row_squared_norms(x: torch.Tensor) -> torch.Tensor:
     if runs_triton(x.device):
         target = current_target(x.device)
         if x.dtype in FLOAT8 and _name(x.dtype) not in target.float8:
-            raise ValueError(f"x is {_name(x.dtype)}, which {target.name} does not have")
+            raise ValueError(
+                f"x is {_name(x.dtype)}, which this GPU (target {target.name}) does not have; "
+                f"of the 8-bit types it has {', '.join(target.float8) or 'none'}"
+            )
     elif x.device.type == "meta":
         raise ValueError("x must hold data, got a meta tensor")
     if not x.numel():
@@ -301,6 +304,8 @@ def _examples() -> list[Example]:
         _example(torch.float32, (33, 7), transposed=True),
         _example(torch.float16, (3, 1040)),
         _example(torch.float16, (3, 1041)),
+        _example(torch.float8_e4m3fn, (4, 512)),
+        _example(torch.float8_e4m3fn, (6, 100), scales=(1e-1, 1.0)),
         _example(torch.float8_e5m2, (4, 512)),
         _example(torch.float8_e5m2, (6, 100), scales=(1e-3, 1.0)),
         _example(torch.bfloat16, (151_936, 4096), large=True),

@@ -145,7 +145,8 @@ def repair_rows_(
 
     Args:
         weight: [rows, cols]; bfloat16, float16 or float32; any strides. Not a DTensor: pass its local tensor.
-        source: [rows, cols] on the same device; one of the same data types, any strides. May be `weight`.
+        source: [rows, cols] on the same device; one of the same data types, any strides. It is `weight`, or shares no
+            memory with it; that is not checked.
         row_ids: [count] integers, all different, from 0 to rows - 1. On the CPU they cost no wait for the GPU.
         target_norm: the L2 norm that the whole rows get.
         source_norms: [count] floats: the L2 norm of the whole row of the source that each id names. Needed where
@@ -191,8 +192,21 @@ def _check_matrices(weight: torch.Tensor, source: torch.Tensor) -> None:
         raise ValueError(f"source must have the weight's shape {tuple(weight.shape)}, got {tuple(source.shape)}")
     if source.device != weight.device:
         raise ValueError(f"source must be on the weight's device {weight.device}, got {source.device}")
-    if any(size > 1 and stride == 0 for size, stride in zip(weight.shape, weight.stride(), strict=True)):
-        raise ValueError(f"weight must have its own memory for every element, got the strides {weight.stride()}")
+    if _elements_overlap(weight):
+        raise ValueError(
+            f"weight must have its own memory for every element, got the shape {tuple(weight.shape)} "
+            f"with the strides {weight.stride()}"
+        )
+
+
+def _elements_overlap(matrix: torch.Tensor) -> bool:
+    """Whether two elements of a matrix have the same address."""
+    if matrix.numel() < 2:
+        return False
+    (num_rows, num_cols), (row, col) = matrix.shape, matrix.stride()
+    # The least steps down and to the left that lead back to the same address are col / divisor and row / divisor.
+    divisor = math.gcd(row, col) or 1
+    return col // divisor < num_rows and row // divisor < num_cols
 
 
 def _checked_ids(row_ids: torch.Tensor | Sequence[int], *, num_rows: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ __all__ = [
     "StoredMatrix",
     "UnreadableModelError",
     "find_embeddings",
+    "printable",
     "read_rows",
     "read_squared_norms",
 ]
@@ -83,7 +84,8 @@ class EmbeddingFiles:
         input: The input embedding [vocab, hidden].
         output: The output embedding [vocab, hidden]; None where the files hold none.
         tied: Whether a model built from these files uses one matrix for both.
-        padding_id: The id of the padding token, if config.json names one.
+        padding_id: The row that config.json's pad_token_id names; None where it names none, or no row of the input
+            embedding, such as -1. (A model that is trained says it by its module's padding_idx.)
     """
 
     path: Path
@@ -101,14 +103,22 @@ class EmbeddingFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """What config.json says, None where it says nothing."""
+    """What config.json says, None where it says nothing; the id may be no row."""
 
     tied: bool | None
     padding_id: int | None
 
 
+def printable(text: str) -> str:
+    """Escape line breaks and control characters: names in files may hold what would upset a terminal."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
 def find_embeddings(path: Path) -> EmbeddingFiles:
     """Find the embeddings in a model folder, or in one .safetensors file.
+
+    A folder without an output embedding is tied unless config.json says otherwise; a single file, which may be one of
+    several, only where config.json says so.
 
     Raises:
         UnreadableModelError: a file is missing or damaged, there is no input embedding, or it is no floating-point
@@ -131,14 +141,17 @@ def find_embeddings(path: Path) -> EmbeddingFiles:
             )
         matrix = _matrix(input_place, places)
         output = None if output_place is None else _matrix(output_place, places)
-        tied = settings.tied is not False and (output is None or _is_same(matrix, output))
+        if output is None:
+            tied = settings.tied is True or (settings.tied is None and path.is_dir())
+        else:
+            tied = settings.tied is not False and _is_same(matrix, output)
     return EmbeddingFiles(
         path=path,
         files=tuple(sorted({place.file for place in places.values()})),
         input=matrix,
         output=output,
         tied=tied,
-        padding_id=settings.padding_id,
+        padding_id=settings.padding_id if settings.padding_id in range(matrix.shape[0]) else None,
     )
 
 
@@ -201,17 +214,25 @@ def _is_same(first: StoredMatrix, second: StoredMatrix) -> bool:
 
 
 def _read_settings(file: Path) -> _Settings:
-    """Read config.json: what it says itself, and what it says about the text model inside."""
+    """Read config.json: what it says itself, and what it says about the text model inside.
+
+    Raises:
+        UnreadableModelError: it is no JSON object; the file is named.
+    """
     if not file.is_file():
         return _Settings(tied=None, padding_id=None)
-    whole = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        whole = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableModelError(f"{file} is no JSON: {error}") from error
     if not isinstance(whole, dict):
         raise UnreadableModelError(f"{file} is no configuration of a model")
     text = whole.get("text_config")
     parts = [text, whole] if isinstance(text, dict) else [whole]
     said = [part["tie_word_embeddings"] for part in parts if isinstance(part.get("tie_word_embeddings"), bool)]
-    padding = [part["pad_token_id"] for part in parts if type(part.get("pad_token_id")) is int]
-    return _Settings(tied=any(said) if said else None, padding_id=padding[0] if padding else None)
+    # The text model's word counts, also where it is that there is no padding.
+    padding = next((part["pad_token_id"] for part in parts if "pad_token_id" in part), None)
+    return _Settings(tied=any(said) if said else None, padding_id=padding if type(padding) is int else None)
 
 
 def _choose(

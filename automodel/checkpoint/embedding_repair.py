@@ -21,7 +21,7 @@ import torch
 from automodel.caches.folder_lock import FolderLock
 from automodel.checkpoint.directories import sync_directory
 from automodel.checkpoint.embedding_diagnosis import EmbeddingDiagnosis, read_output_norms
-from automodel.checkpoint.embedding_files import EmbeddingFiles, StoredMatrix, read_rows
+from automodel.checkpoint.embedding_files import EmbeddingFiles, StoredMatrix, printable, read_rows
 from automodel.models.embedding_rows import (
     DEFAULT_MAX_ROWS,
     MOST_RMS_OVER_MEDIAN,
@@ -30,9 +30,9 @@ from automodel.models.embedding_rows import (
     fits_dtype,
 )
 from automodel_kernels.row_norm import row_squared_norms
-from automodel_kernels.row_repair import repair_rows_
+from automodel_kernels.row_repair import DTYPES, repair_rows_
 
-__all__ = ["DiskRepairReport", "RepairRefusedError", "bytes_to_copy", "check_output_folder", "repair_on_disk"]
+__all__ = ["DiskRepairReport", "RepairRefusedError", "check_output_folder", "find_refusal", "repair_on_disk"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,17 +78,13 @@ def check_output_folder(embeddings: EmbeddingFiles, folder: Path) -> None:
         raise ValueError(f"--out {folder} exists already")
 
 
-def bytes_to_copy(embeddings: EmbeddingFiles) -> int:
-    """Bytes of the file that a repair writes anew."""
-    return embeddings.input.file.stat().st_size
-
-
 def repair_on_disk(
     diagnosis: EmbeddingDiagnosis,
     folder: Path,
     *,
     max_rows: int = DEFAULT_MAX_ROWS,
     target: Literal["rms", "median"] = "rms",
+    on_total: Callable[[int], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> DiskRepairReport:
     """Write a copy of a model with its damaged rows replaced; without damaged rows, a plain copy.
@@ -101,6 +97,7 @@ def repair_on_disk(
         folder: The copy; it must not exist, or be empty.
         max_rows: Refuse to replace more rows than this.
         target: Which norm of the healthy rows the new ones get: their root mean square or their median.
+        on_total: Called once, when all links are made, with the number of bytes that are left to copy.
         on_bytes: Called with the number of bytes after each piece that was copied.
 
     Raises:
@@ -120,7 +117,7 @@ def repair_on_disk(
     try:
         # A killed run may have left something here.
         _empty(partial)
-        report = _fill(diagnosis, partial, target_norm=target_norm, on_bytes=on_bytes)
+        report = _fill(diagnosis, partial, target_norm=target_norm, on_total=on_total, on_bytes=on_bytes)
         sync_directory(partial)
         partial.rename(folder)
         sync_directory(folder.parent)
@@ -135,32 +132,47 @@ def repair_on_disk(
     return dataclasses.replace(report, folder=folder, written_file=written)
 
 
+def find_refusal(diagnosis: EmbeddingDiagnosis, *, max_rows: int) -> str | None:
+    """Say why damaged rows cannot be repaired; None where all is well but, perhaps, their output rows, not yet read."""
+    found = diagnosis.embeddings
+    matrix, output, count = found.input, found.output, len(diagnosis.damaged_ids)
+    what = _damage_text(diagnosis)
+    if found.tied:
+        return f"{what}, and it is tied to the output embedding: the rows cannot be repaired from themselves"
+    if output is None:
+        return f"{what}, and {found.path} holds no output embedding to repair them from"
+    if output.shape != matrix.shape:
+        return f"{what}, but the output embedding {output.key} has shape {list(output.shape)}, not {list(matrix.shape)}"
+    for each in (matrix, output):
+        if each.dtype not in DTYPES:
+            return f"{what}, but {each.key} is {each.dtype}: rows can be repaired in {', '.join(map(str, DTYPES))} only"
+    if diagnosis.healthy is None:
+        return f"{what}: it has no healthy rows, from which the new norm would be taken"
+    if count > max_rows:
+        return f"{what}, more than max_rows={max_rows}: the checkpoint may be damaged broadly"
+    return None
+
+
+def _damage_text(diagnosis: EmbeddingDiagnosis) -> str:
+    return (
+        f"{len(diagnosis.damaged_ids)} rows of {diagnosis.embeddings.input.key} are damaged "
+        f"(min_norm {diagnosis.min_norm:g})"
+    )
+
+
 def _plan(diagnosis: EmbeddingDiagnosis, *, max_rows: int, target: Literal["rms", "median"]) -> float:
     """Check that the damaged rows can be repaired; return the norm that they shall have."""
-    found = diagnosis.embeddings
-    ids, matrix, output = diagnosis.damaged_ids, found.input, found.output
-    what = f"{len(ids)} rows of {matrix.key} are damaged (min_norm {diagnosis.min_norm:g})"
-    if found.tied:
-        raise RepairRefusedError(
-            f"{what}, and it is tied to the output embedding: the rows cannot be repaired from themselves"
-        )
-    if output is None:
-        raise RepairRefusedError(f"{what}, and {found.path} holds no output embedding to repair them from")
-    if output.shape != matrix.shape:
-        raise RepairRefusedError(
-            f"{what}, but the output embedding {output.key} has shape {list(output.shape)}, not {list(matrix.shape)}"
-        )
-    if diagnosis.healthy is None:
-        raise RepairRefusedError(f"{what}: it has no healthy rows, from which the new norm would be taken")
-    if len(ids) > max_rows:
-        raise RepairRefusedError(f"{what}, more than max_rows={max_rows}: the checkpoint may be damaged broadly")
+    if refusal := find_refusal(diagnosis, max_rows=max_rows):
+        raise RepairRefusedError(refusal)
+    ids, output, healthy = diagnosis.damaged_ids, diagnosis.embeddings.output, diagnosis.healthy
+    assert output is not None
+    assert healthy is not None
     norms = read_output_norms(diagnosis)
     bad = [row_id for row_id in ids if not (math.isfinite(norms[row_id]) and norms[row_id] > diagnosis.min_norm)]
     if bad:
         raise RepairRefusedError(
-            f"{what}, and the rows of the output embedding {output.key} are damaged too: ids={bad}"
+            f"{_damage_text(diagnosis)}, and the rows of the output embedding {output.key} are damaged too: ids={bad}"
         )
-    healthy = diagnosis.healthy
     if target == "rms" and healthy.rms > MOST_RMS_OVER_MEDIAN * healthy.median:
         logger.warning(
             "outliers distort the norm of the repaired rows: the healthy rows' root mean square is %.4g, their median "
@@ -176,37 +188,41 @@ def _fill(
     folder: Path,
     *,
     target_norm: float | None,
+    on_total: Callable[[int], None] | None,
     on_bytes: Callable[[int], None] | None,
 ) -> DiskRepairReport:
-    """Put everything into an empty folder."""
+    """Put everything into an empty folder: first the links, after which it is known what must be copied."""
     found = diagnosis.embeddings
     source = found.path if found.folder is not None else found.path.parent
     files = sorted(_walk(source)) if found.folder is not None else [found.path]
     rewritten = found.input.file if target_norm is not None else None
     if rewritten is not None and rewritten not in files:
         raise RepairRefusedError(f"{rewritten}, which holds {found.input.key}, does not lie in {source}")
-    linked = 0
+    copies: list[Path] = []
     for file in files:
         new = folder / file.relative_to(source)
         new.parent.mkdir(parents=True, exist_ok=True)
-        if file == rewritten:
-            _copy(file, new, on_bytes=on_bytes)
-            _write_rows(diagnosis, dataclasses.replace(found.input, file=new), target_norm=target_norm or 0.0)
-        elif file.suffix in _WEIGHTS and _link(file, new):
-            linked += 1
-        else:
-            _copy(file, new, on_bytes=None)
-        # Last, since the original may be read-only.
-        new.chmod(file.stat().st_mode & 0o777)
+        if file == rewritten or file.suffix not in _WEIGHTS or not _link(file, new):
+            copies.append(file)
         if rewritten is not None and file.suffix in _WEIGHTS and file not in found.files:
-            logger.warning("%s is not one of the model's safetensors files: it is kept, but not repaired", file.name)
+            name = printable(file.name)
+            logger.warning("%s is not one of the model's safetensors files: it is kept, but not repaired", name)
+    if on_total is not None:
+        on_total(sum(file.stat().st_size for file in copies))
+    for file in copies:
+        new = folder / file.relative_to(source)
+        _copy(file, new, on_bytes=on_bytes)
+        if file == rewritten:
+            _write_rows(diagnosis, dataclasses.replace(found.input, file=new), target_norm=target_norm or 0.0)
+        # Last, since the original may be read-only; never of a link, which is the original and may be another user's.
+        new.chmod(file.stat().st_mode & 0o777)
     return DiskRepairReport(
         folder=folder,
         repaired_row_ids=tuple(diagnosis.damaged_ids),
         target_norm=target_norm,
         written_file=None if rewritten is None else folder / rewritten.relative_to(source),
-        linked=linked,
-        copied=len(files) - linked - (rewritten is not None),
+        linked=len(files) - len(copies),
+        copied=len(copies) - (rewritten is not None),
     )
 
 
@@ -259,13 +275,13 @@ def _walk(folder: Path) -> Iterator[Path]:
             if path.name.startswith("."):
                 continue
             if path.is_symlink():
-                logger.warning("%s is a link to a folder: it is left out of the copy", path)
+                logger.warning("%s is a link to a folder: it is left out of the copy", printable(str(path)))
                 continue
             yield from _walk(path)
         elif path.is_file():
             yield path
         else:
-            logger.warning("%s is no regular file: it is left out of the copy", path)
+            logger.warning("%s is no regular file: it is left out of the copy", printable(str(path)))
 
 
 def _link(source: Path, new: Path) -> bool:
@@ -273,7 +289,7 @@ def _link(source: Path, new: Path) -> bool:
     try:
         new.hardlink_to(source.resolve())
     except OSError as error:
-        logger.debug("%s is copied, not linked: %s", source, error)
+        logger.debug("%s is copied, not linked: %s", printable(str(source)), error)
         return False
     return True
 

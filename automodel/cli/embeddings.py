@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,10 @@ _USAGE_ERROR = 2
 _UNREADABLE = 3
 _MOST_LISTED = 256
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+_ZERO_ROWS = (
+    "An exactly zero row is not damaged where it belongs to pad_token_id of config.json (training goes by padding_idx "
+    "of the embedding module), or to no token of the tokenizer."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,15 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inspect = actions.add_parser(
         "inspect",
         help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        epilog="Exit status: 0 healthy, 1 damaged rows, 2 a mistake in the command, 3 a file cannot be read.",
+        description=f"{text[0].upper()}{text[1:]}. {_ZERO_ROWS}",
+        epilog="Exit status: 0 healthy, 1 damaged rows, 2 a mistake in the command or a result that cannot be written, "
+        "3 a file cannot be read.",
         allow_abbrev=False,
     )
     text = "write a copy of the model in which damaged rows are replaced"
     repair = actions.add_parser(
         "repair",
         help=text,
-        description=f"{text[0].upper()}{text[1:]}: by the output embedding's rows, scaled to the norm of healthy rows.",
+        description=f"{text[0].upper()}{text[1:]}: by the output embedding's rows, scaled to the norm of healthy rows. "
+        f"{_ZERO_ROWS}",
         epilog="Exit status: 0 done, 1 refused or failed, 2 a mistake in the command, 3 a file cannot be read.",
         allow_abbrev=False,
     )
@@ -74,15 +80,31 @@ def run(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except UnreadableModelError as error:
-        return complain(error, status=_UNREADABLE, with_traceback=None)
+        return _complain(error, status=_UNREADABLE)
     except RepairRefusedError as error:
-        return complain(error, status=_DAMAGED, with_traceback=None)
+        return _complain(error, status=_DAMAGED)
     except ValueError as error:
-        return complain(error, status=_USAGE_ERROR, with_traceback=None)
+        return _complain(error, status=_USAGE_ERROR)
     except (OSError, RuntimeError) as error:
-        return complain(error, status=_DAMAGED, with_traceback=None)
+        # To inspect, 1 would say that the model is damaged.
+        return _complain(error, status=_USAGE_ERROR if args.action == "inspect" else _DAMAGED)
     except KeyboardInterrupt:
         return complain(KeyboardInterrupt("interrupted"), status=130, with_traceback=None)
+
+
+def _complain(error: Exception, *, status: int) -> int:
+    """Print an error, whose text may hold names from files."""
+    from automodel.checkpoint.embedding_files import printable
+
+    text = printable(str(error)) or type(error).__name__
+    return complain(ValueError(text), status=status, with_traceback=None)
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Print lines, which may hold names from files."""
+    from automodel.checkpoint.embedding_files import printable
+
+    print("\n".join(printable(line) for line in lines))
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -97,31 +119,36 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(diagnosis, output_norms, tokens), indent=2, allow_nan=False))
     else:
-        print("\n".join(_report_lines(diagnosis, output_norms, tokens)))
+        _print(_report_lines(diagnosis, output_norms, tokens))
     return _DAMAGED if diagnosis.damaged_ids else 0
 
 
 def _repair(args: argparse.Namespace) -> int:
-    from automodel.checkpoint.embedding_files import find_embeddings
-    from automodel.checkpoint.embedding_repair import bytes_to_copy, check_output_folder, repair_on_disk
+    from automodel.checkpoint.embedding_files import find_embeddings, printable
+    from automodel.checkpoint.embedding_repair import check_output_folder, repair_on_disk
     from automodel.observe.byte_progress import ByteProgress
 
     _check(args, max_rows=args.max_rows)
     found = find_embeddings(args.path)
     check_output_folder(found, args.out)
     diagnosis, _ = _diagnose(found, min_norm=args.min_norm)
-    with ByteProgress(sys.stderr, f"writing {found.input.file.name}", total=bytes_to_copy(found)) as progress:
+    with ByteProgress(sys.stderr, f"writing {printable(str(args.out))}") as progress:
         report = repair_on_disk(
-            diagnosis, args.out, max_rows=args.max_rows, target=args.target, on_bytes=progress.advance
+            diagnosis,
+            args.out,
+            max_rows=args.max_rows,
+            target=args.target,
+            on_total=progress.expect,
+            on_bytes=progress.advance,
         )
     if report.written_file is None:
-        print(f"{found.input.key} has no damaged rows: {_threshold_text(diagnosis)}")
+        lines = [f"{found.input.key} has no damaged rows: {_threshold_text(diagnosis)}"]
     else:
         ids = list(report.repaired_row_ids)
-        print(f"repaired {len(ids)} rows of {found.input.key}, norm {report.target_norm:.4g} now: {ids}")
-        print(f"  {_threshold_text(diagnosis)}")
+        lines = [f"repaired {len(ids)} rows of {found.input.key}, norm {report.target_norm:.4g} now: {ids}"]
+        lines.append(f"  {_threshold_text(diagnosis)}")
     written = "" if report.written_file is None else f"{report.written_file.name} written anew, "
-    print(f"{report.folder}: {written}{report.linked} linked, {report.copied} copied")
+    _print([*lines, f"{report.folder}: {written}{report.linked} linked, {report.copied} copied"])
     return 0
 
 
@@ -135,10 +162,10 @@ def _check(args: argparse.Namespace, *, max_rows: int) -> None:
 def _diagnose(found: "EmbeddingFiles", *, min_norm: float | None) -> "tuple[EmbeddingDiagnosis, dict[int, str]]":
     """Read the input embedding and judge it; also return the text of the damaged tokens, where a tokenizer is there."""
     from automodel.checkpoint.embedding_diagnosis import diagnose
-    from automodel.checkpoint.embedding_files import read_squared_norms
+    from automodel.checkpoint.embedding_files import printable, read_squared_norms
     from automodel.observe.byte_progress import ByteProgress
 
-    with ByteProgress(sys.stderr, f"reading {found.input.key}", total=found.input.num_bytes) as progress:
+    with ByteProgress(sys.stderr, f"reading {printable(found.input.key)}", total=found.input.num_bytes) as progress:
         squared_norms = read_squared_norms(found.input, on_bytes=progress.advance)
     diagnosis = diagnose(found, squared_norms, min_norm=min_norm)
     # A tokenizer takes longer to load than most embeddings take to read: only damaged rows are worth it.
@@ -157,13 +184,14 @@ def _load_tokenizer(found: "EmbeddingFiles") -> Any:
     folder = found.folder or found.path.parent
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
+    from automodel.checkpoint.embedding_files import printable
     from automodel.data.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(folder.resolve(), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # noqa: BLE001 - a border: a tokenizer only adds names to what is known already
-        text = " ".join(str(error).split())[:200]
-        print(f"warning: the tokenizer in {folder} cannot be loaded: {text}", file=sys.stderr)
+        text = f"warning: the tokenizer in {folder} cannot be loaded: {' '.join(str(error).split())[:200]}"
+        print(printable(text), file=sys.stderr)
         return None
 
 
@@ -229,6 +257,7 @@ def _damage_lines(
     diagnosis: "EmbeddingDiagnosis", output_norms: dict[int, float], tokens: dict[int, str]
 ) -> Iterator[str]:
     """The damaged rows one by one, and what can be done."""
+    from automodel.checkpoint.embedding_repair import find_refusal
     from automodel.observe.norm_histograms import format_norm
 
     ids = diagnosis.damaged_ids
@@ -248,14 +277,24 @@ def _damage_lines(
     if len(ids) > _MOST_LISTED:
         yield f"{'...':>9}  {len(ids) - _MOST_LISTED:,} more; --json lists all"
     yield ""
-    if all(_is_healthy(diagnosis, output_norms, row_id) for row_id in ids):
-        yield "Each has a healthy output row. 'automodel embeddings repair PATH --out DIR' writes a repaired copy;"
+    max_rows = max(256, len(ids))
+    if not all(_is_healthy(diagnosis, output_norms, row_id) for row_id in ids):
+        yield "Not every damaged row has a healthy output row to be repaired from."
+    elif refusal := find_refusal(diagnosis, max_rows=max_rows):
+        yield f"They cannot be repaired: {refusal}."
+    else:
+        command = "automodel embeddings repair PATH --out DIR" + (f" --max-rows {max_rows}" if max_rows > 256 else "")
+        yield f"Each has a healthy output row. '{command}' writes a repaired copy;"
         yield "in a recipe, this repairs the model after it is loaded:"
         yield "  embedding_row_repair:"
-        yield f"    min_norm: {diagnosis.min_norm:.1e}"
-        yield f"    max_rows: {max(256, len(ids))}"
-    else:
-        yield "Not every damaged row has a healthy output row to be repaired from."
+        yield f"    min_norm: {_yaml_number(diagnosis.min_norm)}"
+        yield f"    max_rows: {max_rows}"
+
+
+def _yaml_number(value: float) -> str:
+    """Write a number with as many digits as give it back exactly, and with a point, without which YAML reads a text."""
+    texts = (f"{value:.{digits}e}" for digits in range(1, 17))
+    return next(text for text in texts if float(text) == value)
 
 
 def _is_healthy(diagnosis: "EmbeddingDiagnosis", output_norms: dict[int, float], row_id: int) -> bool:
@@ -285,6 +324,7 @@ def _threshold_text(diagnosis: "EmbeddingDiagnosis") -> str:
 
 
 def _plot(diagnosis: "EmbeddingDiagnosis", file: Path) -> None:
+    from automodel.checkpoint.embedding_files import printable
     from automodel.models.embedding_rows import count_norms
     from automodel.observe.atomic_file import replace_file
     from automodel.observe.norm_histograms import norm_histogram_svg
@@ -297,9 +337,12 @@ def _plot(diagnosis: "EmbeddingDiagnosis", file: Path) -> None:
         zero=histogram.zero,
         nonfinite=histogram.nonfinite,
         limit=diagnosis.min_norm,
-        title=f"Row norms of {found.input.key} in {found.path.resolve().name}",
+        title=printable(f"Row norms of {found.input.key} in {found.path.resolve().name}"),
     )
-    replace_file(file, svg.encode())
+    try:
+        replace_file(file, svg.encode())
+    except OSError as error:
+        raise ValueError(f"--plot {file} cannot be written: {error}") from error
 
 
 def _as_json(diagnosis: "EmbeddingDiagnosis", output_norms: dict[int, float], tokens: dict[int, str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ be zero: the row of the padding token, and rows that no token of the tokenizer h
 """
 
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -113,9 +114,11 @@ def check_limits(*, min_norm: float, max_rows: int, prefix: str = "") -> None:
         prefix: What messages put before the names, such as "embedding_row_repair.".
 
     Raises:
-        ValueError: `min_norm` is not positive and finite, or `max_rows` is no positive integer.
+        ValueError: `min_norm` is no positive finite number, or `max_rows` is no positive integer.
     """
-    if not (math.isfinite(min_norm) and min_norm > 0):
+    is_number = isinstance(min_norm, int | float) and not isinstance(min_norm, bool)
+    # The largest float and not infinity: an integer beyond it cannot be compared with norms.
+    if not (is_number and 0 < min_norm <= sys.float_info.max):
         raise refuse(f"{prefix}min_norm", min_norm, "positive and finite")
     if isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1:
         raise refuse(f"{prefix}max_rows", max_rows, "positive")

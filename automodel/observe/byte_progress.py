@@ -24,10 +24,11 @@ class ByteProgress:
     """
 
     def __init__(
-        self, stream: TextIO | None, what: str, *, total: int, clock: Callable[[], float] = time.monotonic
+        self, stream: TextIO | None, what: str, *, total: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin a task of `total` bytes; nothing is shown where `stream` is None."""
-        self._stream, self._what, self._total, self._clock = stream, what, max(1, total), clock
+        """Begin a task of `total` bytes (or of as many as `expect` says); nothing is shown where `stream` is None."""
+        self._stream, self._what, self._clock = stream, what, clock
+        self.expect(total)
         self._live = stream is not None and stream.isatty()
         self._started = self._shown = clock()
         self._done = 0
@@ -41,6 +42,10 @@ class ByteProgress:
         """Take the live line away."""
         if self._drawn:
             self._write(_ERASE_LINE)
+
+    def expect(self, total: int) -> None:
+        """Set the number of bytes of the whole task, where it shows only after the beginning."""
+        self._total = max(1, total)
 
     def advance(self, count: int) -> None:
         """Count `count` more bytes as done."""

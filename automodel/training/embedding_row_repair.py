@@ -129,8 +129,12 @@ def repair_input_embedding_rows(
 
     A row is damaged when its L2 norm is not finite or at most `min_norm`. It becomes the token's output row, scaled to
     the target norm. The padding row, and rows beyond `vocab_size`, are left alone where they are exactly zero. Every
-    rank that holds the weights calls this; each gets the same report or the same error. Nothing is written before
-    everything has been checked. A frozen weight is repaired and stays frozen.
+    rank that holds the weights calls this with equal arguments; each gets the same report or the same error. Nothing is
+    written before everything has been checked. A frozen weight is repaired and stays frozen.
+
+    The weight itself says which ranks those are: it must be a DTensor over one mesh on all of them, or a plain tensor
+    with one `group`. Where it is plain on one rank and a DTensor on others, or the meshes differ, ranks may wait until
+    their process group times out. A rank without an input embedding goes by the mesh of its first sharded parameter.
 
     Args:
         model: A causal language model, loaded and sharded. Its embeddings are [vocab, hidden]: plain tensors, or
@@ -143,24 +147,20 @@ def repair_input_embedding_rows(
 
     Raises:
         ValueError: an argument is out of range; there is no input embedding, or one that cannot be repaired (not 2-D,
-            not floating point, quantised, on the meta device, partial); more rows are damaged than `max_rows`; there is
-            no separate output embedding, or one of another shape or layout, or whose rows are damaged too; no row is
-            healthy.
+            not floating point, quantised, on the meta device, partial); ranks differ in an argument or an embedding;
+            more rows are damaged than `max_rows`; there is no separate output embedding, or one of another shape or
+            layout, or whose rows are damaged too; no row is healthy.
         UnhealthyRepairError: the repaired rows would overflow or vanish in the weight's dtype. It is a ValueError and a
             RuntimeError.
-        RuntimeError: the rows are not healthy after they were written.
+        RuntimeError: the rows are not healthy after they were written; or another rank met an error of another class.
     """
-    embedding = find_input_embedding(model)
-    ranks = _ranks_of_model(model, embedding, group)
-    with ranks.agreed():
-        _check_settings(min_norm, max_rows, target, vocab_size=vocab_size)
-        if embedding is None:
-            raise ValueError(f"{type(model).__name__} has no input embedding: no get_input_embeddings, no usual name")
-        view = _weight_view(embedding.weight, embedding.name, group=group)
+    embedding, head, view = _agreed_embeddings(
+        model, min_norm=min_norm, max_rows=max_rows, target=target, vocab_size=vocab_size, group=group
+    )
     check_coverage(view, embedding.name)
     survey = _survey(view, min_norm, padding_idx=embedding.padding_idx, vocab_size=vocab_size)
+    ranks = view.ranks
     with ranks.agreed():
-        head = find_output_embedding(model)
         shares = head is not None and shares_memory(head.weight, embedding.weight)
     # A rank whose shard is empty cannot tell.
     is_tied = any(ranks.gather(shares))
@@ -266,6 +266,54 @@ def _healthy_rms_norm(
     return math.sqrt(math.fsum(total for total, _ in parts) / count)
 
 
+def _agreed_embeddings(
+    model: nn.Module,
+    *,
+    min_norm: float,
+    max_rows: int,
+    target: str,
+    vocab_size: int | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[EmbeddingWeight, EmbeddingWeight | None, _WeightView]:
+    """Find both embeddings, and check that every rank found the same ones and was asked for the same.
+
+    Returns:
+        The input embedding, the output embedding where there is one, and the view of the former.
+
+    Raises:
+        ValueError, RuntimeError: as `repair_input_embedding_rows` says; on every rank.
+    """
+    embedding, failure = None, None
+    try:
+        embedding = find_input_embedding(model)
+    except Exception as error:  # noqa: BLE001 - raised again where the other ranks hear of it
+        failure = error
+    ranks = _ranks_of_model(model, embedding, group)
+    with ranks.agreed():
+        if failure is not None:
+            raise failure
+        _check_settings(min_norm, max_rows, target, vocab_size=vocab_size)
+        if embedding is None:
+            raise ValueError(f"{type(model).__name__} has no input embedding: no get_input_embeddings, no usual name")
+        view = _weight_view(embedding.weight, embedding.name, group=group)
+        head = find_output_embedding(model)
+    ranks.check_same(
+        {
+            "min_norm": min_norm,
+            "max_rows": max_rows,
+            "target": target,
+            "vocab_size": vocab_size,
+            "the input embedding": embedding.name,
+            "the output embedding": None if head is None else head.name,
+            f"padding_idx of {embedding.name}": embedding.padding_idx,
+            f"the shape of {embedding.name}": view.global_shape,
+            f"the dtype of {embedding.name}": str(view.local.dtype),
+            f"the layout of {embedding.name}": str(view.placements),
+        }
+    )
+    return embedding, head, view
+
+
 def _ranks_of_model(
     model: nn.Module, embedding: EmbeddingWeight | None, group: dist.ProcessGroup | None
 ) -> WeightRanks:
@@ -281,8 +329,8 @@ def _check_settings(
     check_limits(min_norm=min_norm, max_rows=max_rows, prefix=prefix)
     if target not in ("rms", "median"):
         raise refuse(f"{prefix}target", target, "'rms' or 'median'")
-    if vocab_size is not None and vocab_size < 1:
-        raise refuse(f"{prefix}vocab_size", vocab_size, "positive or None")
+    if vocab_size is not None and (isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1):
+        raise refuse(f"{prefix}vocab_size", vocab_size, "a positive integer or None")
 
 
 def _survey(view: _WeightView, min_norm: float, *, padding_idx: int | None, vocab_size: int | None) -> _Survey:

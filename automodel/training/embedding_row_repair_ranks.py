@@ -1,6 +1,6 @@
 """The ranks that hold one weight together: their exchange, which stays among them, and their agreement on errors."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -75,6 +75,28 @@ class WeightRanks:
                 dist.all_reduce(moved, op=operation, group=self._axes[axis].process_group)
         if moves:
             tensor.copy_(moved)
+
+    def check_same(self, values: Mapping[str, object]) -> None:
+        """Check that every rank has the same values; they must pickle and compare.
+
+        Args:
+            values: What is compared, under the names that a message gives it; every rank passes equally many.
+
+        Raises:
+            ValueError: two ranks differ in one; on every rank, with the first such value and two of the ranks.
+        """
+        if self.is_alone:
+            return
+        gathered = sorted(self.gather((dist.get_rank(), tuple(values.items()))), key=lambda entry: entry[0])
+        first_rank, first = gathered[0]
+        for place, (name, expected) in enumerate(first):
+            for rank, items in gathered[1:]:
+                value = items[place][1]
+                if value != expected:
+                    raise ValueError(
+                        f"{name} must be the same on every rank, got {expected!r} on rank {first_rank} "
+                        f"and {value!r} on rank {rank}"
+                    )
 
     @contextmanager
     def agreed(self) -> Iterator[None]:

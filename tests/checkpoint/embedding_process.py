@@ -1,7 +1,8 @@
 """A process that reads or repairs models on the disk: `embedding_process.py`, then one JSON request per line.
 
 Each request is served by a fork, so that PyTorch is imported once; the answer is one line of JSON. `{"repair": folder,
-"out": folder, "die_before": n}` kills itself with SIGKILL just before that many-th operation that changes the disk.
+"out": folder, "die_before": n}` kills itself with SIGKILL just before that many-th operation that changes the disk;
+without "die_before" it answers the names of the files whose mode it changed.
 `{"read": folder}` answers by how many bytes the anonymous memory grew at most while the input embedding was read.
 """
 
@@ -36,6 +37,13 @@ def die_before(number: int) -> None:
     sys.addaudithook(count)
 
 
+def record_modes() -> list[str]:
+    """A list that gets the name of each file whose mode is changed."""
+    names: list[str] = []
+    sys.addaudithook(lambda event, arguments: names.append(Path(arguments[0]).name) if event == "os.chmod" else None)
+    return names
+
+
 def anonymous_bytes() -> int:
     """Anonymous memory of this process that is resident now."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
@@ -68,9 +76,11 @@ def serve(request: dict) -> object:
         return growth_while_reading(Path(request["read"]))
     found = find_embeddings(Path(request["repair"]))
     diagnosis = diagnose(found, read_squared_norms(found.input))
-    die_before(request["die_before"])
+    names = record_modes()
+    if "die_before" in request:
+        die_before(request["die_before"])
     repair_on_disk(diagnosis, Path(request["out"]))
-    return "done"
+    return "done" if "die_before" in request else names
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 from automodel.checkpoint.embedding_files import (
     UnreadableModelError,
     find_embeddings,
+    printable,
     read_rows,
     read_squared_norms,
 )
@@ -115,12 +116,40 @@ def test_padding_of_the_text_model(tmp_path):
     assert find_embeddings(write_model(tmp_path / "c", pad_token_id=None)).padding_id is None
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '"x"'])
-def test_a_damaged_configuration(tmp_path, text):
+@pytest.mark.parametrize("text", [None, -1, 2048, 10**30, "3", True, 2.0])
+def test_no_padding_row(tmp_path, text):
+    """The text model's word counts, whatever the whole says."""
+    settings = {"pad_token_id": 5, "text_config": {"pad_token_id": text}}
+    assert find_embeddings(write_model(tmp_path / "model", **settings)).padding_id is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is no JSON: Expecting property name"),
+        (b"\xff", "is no JSON: 'utf-8' codec can't decode"),
+        (b"[" * 100_000, "is no JSON: maximum recursion depth exceeded"),
+        (b"[]", "is no configuration of a model"),
+        (b'"x"', "is no configuration of a model"),
+    ],
+    ids=["cut", "no_text", "deep", "list", "string"],
+)
+def test_a_damaged_configuration_is_named(tmp_path, content, message):
     folder = write_model(tmp_path / "model")
-    (folder / "config.json").write_text(text)
-    with pytest.raises(UnreadableModelError):
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(UnreadableModelError, match=rf"{folder}/config\.json {message}"):
         find_embeddings(folder)
+
+
+@pytest.mark.parametrize(("said", "tied"), [(None, False), (False, False), (True, True)])
+def test_one_of_several_files_is_tied_only_where_the_configuration_says_so(tmp_path, said, tied):
+    folder = write_model(tmp_path / "model", tie_word_embeddings=said)
+    found = find_embeddings(folder / "model-00001-of-00004.safetensors")
+    assert (found.input.key, found.output, found.tied) == (INPUT, None, tied)
+
+
+def test_what_would_upset_a_terminal_is_escaped():
+    assert printable("a\x1b[2J\n\u202e\udcff b\u00e9") == r"a\x1b[2J\n\u202e\udcff b" + "\u00e9"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])

@@ -56,6 +56,13 @@ def test_a_large_embedding_is_read_in_little_memory(tmp_path, ask, mebibytes, ro
     assert ask(read=str(folder)) < 64 * MEBIBYTE
 
 
+def test_the_mode_of_a_link_is_left_alone(tmp_path, ask):
+    """It is the original's, and of another user's file it cannot be changed."""
+    source = write_model(tmp_path / "model")
+    names = ask(repair=str(source), out=str(tmp_path / "out"))
+    assert sorted(names) == ["config.json", "model-00001-of-00004.safetensors", "model.safetensors.index.json"]
+
+
 def snapshot(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 

@@ -81,10 +81,13 @@ def test_untouched_weights_are_links_and_the_rest_are_copies(tmp_path):
     (source / "sub" / "notes.txt").write_text("notes")
     (source / ".git").mkdir()
     (source / ".git" / "object").write_text("large")
-    report = repair(source, out)
+    totals, pieces = [], []
+    report = repair(source, out, on_total=totals.append, on_bytes=pieces.append)
     assert (report.folder, report.written_file, report.linked, report.copied) == (out, out / SHARD, 3, 3)
+    copied = (SHARD, "config.json", "model.safetensors.index.json", "sub/notes.txt")
+    assert totals == [sum(pieces)] == [sum((source / name).stat().st_size for name in copied)]
     assert all((out / name).samefile(source / name) for name in OTHERS)
-    for name in (SHARD, "config.json", "model.safetensors.index.json", "sub/notes.txt"):
+    for name in copied:
         assert not (out / name).samefile(source / name)
         assert (out / name).stat().st_mode == (source / name).stat().st_mode
     assert not (out / ".git").exists()
@@ -108,8 +111,10 @@ def test_a_filesystem_of_its_own_gets_copies(tmp_path):
     source = write_model(tmp_path / "model")
     out = shared / f"embedding-repair-{os.getpid()}"
     try:
-        report = repair(source, out)
+        totals, pieces = [], []
+        report = repair(source, out, on_total=totals.append, on_bytes=pieces.append)
         assert (report.linked, report.copied) == (0, 5)
+        assert totals == [sum(pieces)] == [sum(path.stat().st_size for path in source.iterdir())]
         assert snapshot(out).keys() == snapshot(source).keys()
     finally:
         for path in out.iterdir():
@@ -169,10 +174,21 @@ def damage_output(output):
     return output
 
 
+def in_dtype(name, dtype):
+    return changed(name, lambda weight: weight.to(dtype))
+
+
 REFUSALS = {
     "tied": (without(OUTPUT), {"tie_word_embeddings": True}, {}, "79 rows .* tied to the output embedding"),
     "no_output": (without(OUTPUT), {}, {}, "holds no output embedding"),
     "shape": (changed(OUTPUT, lambda weight: weight[:2000]), {}, {}, r"has shape \[2000, 24\], not \[2048, 24\]"),
+    "float8": (
+        in_dtype(INPUT, torch.float8_e5m2),
+        {},
+        {},
+        f"{INPUT} is torch.float8_e5m2: rows can be repaired in torch.bfloat16, ",
+    ),
+    "float8_output": (in_dtype(OUTPUT, torch.float8_e4m3fn), {}, {}, f"{OUTPUT} is torch.float8_e4m3fn: rows can be"),
     "too_many": (make_weights(), {}, {"max_rows": 78}, "79 rows of .* more than max_rows=78"),
     "output": (
         changed(OUTPUT, damage_output),

@@ -1,13 +1,16 @@
 """`automodel embeddings`: what it prints, its exit status, and that the repaired model trains."""
 
+import io
 import json
 import math
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
@@ -149,6 +152,73 @@ def test_the_plot_is_an_svg_file(tmp_path, capsys):
     assert [path.name for path in file.parent.iterdir()] == ["norms.svg"]
 
 
+@pytest.mark.parametrize("damaged", [{}, None], ids=["healthy", "damaged"])
+def test_a_plot_that_cannot_be_written_is_a_mistake(tmp_path, capsys, damaged):
+    folder = write_model(tmp_path / "model", make_weights(damaged=damaged))
+    file = folder / "config.json" / "norms.svg"
+    assert main(["embeddings", "inspect", str(folder), "--plot", str(file)]) == 2
+    assert f"error: --plot {file} cannot be written: " in capsys.readouterr().err
+
+
+def test_a_deep_configuration_cannot_be_read(tmp_path, capsys):
+    folder = write_model(tmp_path / "model")
+    (folder / "config.json").write_text("[" * 100_000)
+    assert main(["embeddings", "inspect", str(folder)]) == 3
+    assert f"{folder / 'config.json'} is no JSON" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_does_not_say_damaged(tmp_path, capsys, monkeypatch):
+    folder = write_model(tmp_path / "model", make_weights(damaged={}))
+    with io.TextIOWrapper(Path("/dev/full").open("wb", buffering=0), write_through=True) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["embeddings", "inspect", str(folder)]) == 2
+    assert "No space left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(INPUT, torch.float8_e5m2), (OUTPUT, torch.float8_e4m3fn)])
+def test_no_repair_is_promised_that_would_be_refused(tmp_path, capsys, name, dtype):
+    weights = make_weights()
+    weights[name] = weights[name].to(dtype)
+    folder, out = write_model(tmp_path / "model", weights), tmp_path / "out"
+    assert main(["embeddings", "inspect", str(folder), "--min-norm", "1e-3"]) == 1
+    text = capsys.readouterr().out
+    assert "automodel embeddings repair" not in text
+    assert f"{name} is {dtype}: rows can be repaired in" in text
+    assert main(["embeddings", "repair", str(folder), "--out", str(out), "--min-norm", "1e-3"]) == 1
+    assert f"{name} is {dtype}: rows can be repaired in" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("min_norm", ["1.2345678901234567e-3", "2e-3", "0.1"])
+def test_the_suggested_section_has_the_threshold_exactly(tmp_path, capsys, min_norm):
+    assert main(["embeddings", "inspect", str(write_model(tmp_path / "model")), "--min-norm", min_norm]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    section = yaml.safe_load("\n".join(lines[lines.index("  embedding_row_repair:") :]))
+    assert section == {"embedding_row_repair": {"min_norm": float(min_norm), "max_rows": 256}}
+
+
+def test_the_suggested_command_allows_as_many_rows(tmp_path, capsys):
+    weights = make_weights(torch.float32, damaged=dict.fromkeys(range(300), 0.0))
+    assert main(["embeddings", "inspect", str(write_model(tmp_path / "model", weights))]) == 1
+    assert "'automodel embeddings repair PATH --out DIR --max-rows 300'" in capsys.readouterr().out
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal(tmp_path, capsys, caplog, monkeypatch):
+    monkeypatch.setattr("automodel.observe.byte_progress._PLAIN_SECONDS", 0.0)
+    weights = {f"\x1b[2J.{name}": weight for name, weight in make_weights().items()}
+    folder, out, plot = write_model(tmp_path / "\x1b[1m", weights), tmp_path / "\x1b[7m", tmp_path / "norms.svg"
+    (folder / "\x1b.bin").touch()
+    (folder / "tokenizer.json").write_text("{")
+    assert main(["embeddings", "inspect", str(folder), "--plot", str(plot)]) == 1
+    assert main(["embeddings", "repair", str(folder), "--out", str(out)]) == 0
+    assert main(["embeddings", "repair", str(folder), "--out", str(out)]) == 2
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err, caplog.text):
+        assert r"\x1b" in text
+        assert "\x1b" not in text
+    assert r"\x1b[2J.model.embed_tokens.weight" in ET.parse(plot).getroot().get("aria-label")
+
+
 def test_tokens_are_named_and_zero_rows_beyond_them_are_unused(tmp_path, corpus, capsys):
     tokenizer = train_byte_level_bpe(corpus, vocab_size=300, cache=False)
     size = len(tokenizer)
@@ -284,6 +354,17 @@ def test_repair_says_what_it_did(tmp_path, capsys):
     assert f"{out}: model-00001-of-00004.safetensors written anew, 3 linked, 2 copied" in text
     assert main(["embeddings", "repair", str(out), "--out", str(tmp_path / "again")]) == 0
     assert "has no damaged rows" in capsys.readouterr().out
+
+
+def test_progress_counts_all_that_is_read_and_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("automodel.observe.byte_progress._PLAIN_SECONDS", 0.0)
+    folder, out = write_model(tmp_path / "model"), tmp_path / "out"
+    assert main(["embeddings", "repair", str(folder), "--out", str(out)]) == 0
+    reading, *writing = capsys.readouterr().err.splitlines()
+    assert reading.startswith(f"reading {INPUT}: 100% of 98.3kB")
+    assert len(writing) == 3
+    copied = sum(path.stat().st_size for path in out.iterdir() if path.stat().st_nlink == 1)
+    assert writing[-1].startswith(f"writing {out}: 100% of {copied / 1000:.3g}kB")
 
 
 def test_more_rows_than_allowed_are_refused(tmp_path, capsys):

@@ -87,6 +87,18 @@ def test_a_device_gets_the_newest_target_that_it_can_hold(device, capability, sh
     assert nearest_target(capability=capability, shared_memory=shared_memory).name == target
 
 
+@pytest.mark.parametrize("capability", [(7, 0), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 3), (12, 0)])
+def test_a_device_gets_no_8_bit_float_that_triton_refuses_there(capability):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    names = {"float8_e5m2": "fp8e5", "float8_e4m3fn": "fp8e4nv"}
+    backend = make_backend(GPUTarget("cuda", capability[0] * 10 + capability[1], 32))
+    supported = backend.parse_options({}).supported_fp8_dtypes
+    target = nearest_target(capability=capability, shared_memory=101_376)
+    assert {names[each] for each in target.float8} == set(names.values()) & set(supported)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_a_missing_device_is_named():
     with pytest.raises(RuntimeError, match="device 0 is not there: PyTorch sees 0 GPUs"):

@@ -12,6 +12,7 @@ from automodel_kernels.resources import (
     Row,
     Table,
     build_table,
+    default_sample,
     fit_problem,
     load_table,
     save_table,
@@ -41,14 +42,36 @@ def some_variant(op, target="sm_89"):
     return next(variants(op.kernels[0], find_target(target)))
 
 
-def test_variants_name_everything_a_space_asks_for_and_the_default():
+def test_variants_name_everything_a_space_asks_for_and_the_default_of_every_launch():
     found = list(variants(KERNEL, find_target("sm_90")))
     assert [variant.label for variant in found[:2]] == [
         "sm_90 | float32 | BLOCK=128 warps=1 stages=1",
         "sm_90 | float32 square | BLOCK=256 warps=2 stages=1",
     ]
-    assert [variant.default for variant in found] == [True] + [False] * 5
+    assert [(variant.launch, variant.default) for variant in found] == [
+        ("float32", True),
+        ("float32 square", True),
+        ("float32 square", False),
+        ("bfloat16", True),
+        ("bfloat16 square", True),
+        ("bfloat16 square", False),
+    ]
     assert len({variant.label for variant in found}) == 6
+
+
+def test_a_sample_has_the_default_of_every_launch_and_all_come_in_turn():
+    every = {each.label for target in TARGETS.values() for each in variants(KERNEL, target) if each.default}
+    first = {label for label in every if "| float32 |" in label}
+    samples = [{variant.label for variant in default_sample(KERNEL, turn=7 + turn)} for turn in range(len(TARGETS))]
+    assert all(first <= sample <= every for sample in samples)
+    assert {len(sample) for sample in samples} == {len(TARGETS) + 3}
+    assert set().union(*samples) == every
+    assert {each.launch for each in default_sample(KERNEL, turn=0)} == {each.label for each in KERNEL.launches()}
+
+
+def test_a_sample_names_only_targets_that_a_launch_is_claimed_on():
+    found = default_sample(kernel_toys.greedy_op(targets=("gfx942",)).kernels[0], turn=3)
+    assert [(variant.target.name, variant.launch) for variant in found] == [("gfx942", "float16")]
 
 
 def test_a_table_is_built_kept_where_nothing_changed_and_written_the_same(tmp_path, monkeypatch):

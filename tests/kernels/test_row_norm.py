@@ -7,7 +7,7 @@ import torch
 import triton
 
 from automodel_kernels import row_norm
-from automodel_kernels.hardware import TARGETS
+from automodel_kernels.hardware import TARGETS, nearest_target
 from automodel_kernels.row_norm import row_norm_summary, row_squared_norms, row_squared_norms_reference
 from automodel_kernels.target_driver import target_driver
 from automodel_kernels.tuning import spaces
@@ -280,10 +280,13 @@ def test_aligned_rows_are_loaded_16_bytes_at_a_time(triton_cache, dtype):
     assert not any(".v4.b32" in line for line in ptx[False])
 
 
-def test_a_gpu_without_a_data_type_refuses_it_by_name(triton_cache):
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=["A100", "RTX 3090"])
+def test_a_gpu_without_a_data_type_refuses_it_by_name(triton_cache, capability):
     x = torch.empty(16, 16, dtype=torch.float8_e4m3fn, device="meta")
-    with target_driver("sm_80") as driver:
-        with pytest.raises(ValueError, match="x is float8_e4m3fn, which sm_80 does not have"):
+    target = nearest_target(capability=capability, shared_memory=101_376 if capability == (8, 6) else 166_912)
+    message = rf"x is float8_e4m3fn, which this GPU \(target {target.name}\) does not have; .* it has float8_e5m2$"
+    with target_driver(target) as driver:
+        with pytest.raises(ValueError, match=message):
             row_squared_norms(x)
         assert not driver.launches
         row_squared_norms(x.view(torch.float8_e5m2))

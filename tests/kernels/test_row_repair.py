@@ -253,6 +253,25 @@ def test_what_is_wrong_is_named_and_nothing_is_written(case):
     assert torch.equal(given["weight"], before)
 
 
+SHAPES_AND_STRIDES = [
+    (rows, cols, row, col) for rows in range(4) for cols in range(4) for row in range(7) for col in range(7)
+]
+
+
+def test_a_weight_is_refused_exactly_if_two_of_its_elements_have_one_address():
+    refused = 0
+    for rows, cols, row, col in SHAPES_AND_STRIDES:
+        weight = torch.zeros(64).as_strided((rows, cols), (row, col))
+        addresses = [i * row + j * col for i in range(rows) for j in range(cols)]
+        if len(set(addresses)) == len(addresses):
+            repair_rows_(weight, torch.ones(rows, cols), [], 1.0)
+            continue
+        refused += 1
+        with pytest.raises(ValueError, match="weight must have its own memory for every element"):
+            repair_rows_(weight, torch.ones(rows, cols), [], 1.0)
+    assert refused > 50
+
+
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("narrow_floats")
 @pytest.mark.parametrize("cols", [1040, 1001])

@@ -51,15 +51,15 @@ def test_a_shard_of_rows_is_judged_by_its_token_ids(first_row):
     assert part.damaged.tolist() == whole.damaged.tolist()[first_row:]
 
 
-@pytest.mark.parametrize("min_norm", [0.0, -1.0, NAN, INF])
+@pytest.mark.parametrize("min_norm", [0.0, -1.0, NAN, INF, "x", None, True, pytest.param(10**400, id="huge")])
 def test_a_threshold_must_be_positive_and_finite(min_norm):
-    with pytest.raises(ValueError, match=f"min_norm must be positive and finite, got {min_norm}"):
+    with pytest.raises(ValueError, match=f"min_norm must be positive and finite, got {min_norm!r}"):
         check_limits(min_norm=min_norm, max_rows=1)
 
 
-@pytest.mark.parametrize("max_rows", [0, -1, True, 1.5])
+@pytest.mark.parametrize("max_rows", [0, -1, True, 1.5, "x", None])
 def test_the_bound_must_be_a_positive_integer(max_rows):
-    with pytest.raises(ValueError, match=f"^section.max_rows must be positive, got {max_rows}"):
+    with pytest.raises(ValueError, match=f"^section.max_rows must be positive, got {max_rows!r}"):
         check_limits(min_norm=1.0, max_rows=max_rows, prefix="section.")
 
 

@@ -92,7 +92,9 @@ def test_a_tensor_that_the_index_promises_is_named(tmp_path):
         read_folder(folder)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', "\udcff"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": 3}', "\udcff", "[" * 100_000], ids=lambda text: text[:20]
+)
 def test_a_damaged_index_is_named(tmp_path, text):
     folder = write_model(tmp_path / "model")
     (folder / "model.safetensors.index.json").write_bytes(text.encode("utf-8", "surrogateescape"))

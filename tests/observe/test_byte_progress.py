@@ -44,6 +44,15 @@ def test_a_terminal_gets_one_line_that_goes_away():
     assert text.endswith("\r\x1b[2K")
 
 
+def test_the_total_may_show_late():
+    stream, clock = io.StringIO(), Clock()
+    with ByteProgress(stream, "writing x", clock=clock) as progress:
+        progress.expect(4_000_000_000)
+        clock.now = 10
+        progress.advance(1_000_000_000)
+    assert stream.getvalue() == "writing x: 25% of 4GB  100MB/s  30s left\n"
+
+
 def test_short_tasks_show_nothing():
     assert show(io.StringIO(), [0.1, 0.2]) == ""
     assert show(Terminal(), [0.01, 0.02]) == ""

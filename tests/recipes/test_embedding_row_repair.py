@@ -1,5 +1,7 @@
 """Training from a checkpoint with damaged input-embedding rows, on one rank and many."""
 
+import logging
+
 import pytest
 import torch
 import yaml
@@ -71,10 +73,40 @@ def test_too_many_rows_abort_on_every_rank(ranks, folder, tmp_path):
     assert sorted(caught.value.failures) == [0, 1]
 
 
-def test_a_resumed_run_repairs_nothing(folder, tmp_path):
+OPTIMIZER = """
+import torch
+class RefusingSmallRows(torch.optim.AdamW):
+    def __init__(self, params, **options):
+        groups = list(params)
+        tables = [one for group in groups for one in group["params"] if one.shape == (64, 32)]
+        smallest = min(float(table.detach().norm(dim=1).min()) for table in tables)
+        if smallest < 1e-6:
+            raise ValueError("the optimizer was given damaged rows")
+        super().__init__(groups, **options)
+"""
+
+
+def test_the_optimizer_is_built_over_repaired_rows(folder, tmp_path):
+    (tmp_path / "optimizers.py").write_text(OPTIMIZER)
+    optimizer = {"_target_": f"{tmp_path / 'optimizers.py'}:RefusingSmallRows", "lr": 0.01, "weight_decay": 0.1}
+    recipe = write(tmp_path / "recipe.yaml", folder, optimizer=optimizer)
+    once = ["--step_scheduler.max_steps", "1"]
+    assert train(0, 1, recipe, tmp_path / "run", once) == "finished"
+    with pytest.raises(ValueError, match="the optimizer was given damaged rows"):
+        train(0, 1, recipe, tmp_path / "other", [*once, "--embedding_row_repair.enabled", "false"])
+
+
+def test_a_resumed_run_repairs_nothing(folder, tmp_path, caplog):
     recipe = write(tmp_path / "recipe.yaml", folder, checkpoint={"enabled": True})
-    train(0, 1, recipe, tmp_path / "run")
+    said = "embedding_row_repair: "
+    with caplog.at_level(logging.INFO, "automodel"):
+        train(0, 1, recipe, tmp_path / "run")
+    assert said in caplog.text
+    caplog.clear()
     # The base checkpoint is as damaged as before, and would now be refused.
     overrides = ["--embedding_row_repair.max_rows", "1", "--step_scheduler.max_steps", "7"]
-    assert train(0, 1, recipe, tmp_path / "run", overrides) == "finished"
+    with caplog.at_level(logging.INFO, "automodel"):
+        assert train(0, 1, recipe, tmp_path / "run", overrides) == "finished"
+    # Nor is the restored model, which is healthy, looked at.
+    assert said not in caplog.text
     assert len(read_curve(tmp_path / "run")) == 7

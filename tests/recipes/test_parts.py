@@ -201,3 +201,50 @@ def test_a_model_that_is_neither_pretrained_nor_has_a_tokenizer_goes_without():
 def test_a_dataset_without_a_tokenizer_argument_is_not_given_one():
     made = parts.build_dataset(ConfigNode({"_target_": "fractions.Fraction", "numerator": 3}), Tokenizer(3))
     assert made == 3
+
+
+class Vocabulary:
+    """A tokenizer whose three ids have a gap: rows from 7 on belong to no token."""
+
+    def get_vocab(self):
+        return {"a": 0, "b": 1, "c": 6}
+
+
+class Embeddings(nn.Module):
+    """An input and an output embedding of ones, and rows of the former that are zero."""
+
+    def __init__(self, *zero_rows):
+        super().__init__()
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.ones(10, 4), freeze=False)
+        self.lm_head = nn.Linear(4, 10, bias=False)
+        with torch.no_grad():
+            self.lm_head.weight.fill_(1.0)
+            self.embed_tokens.weight[list(zero_rows)] = 0.0
+
+
+def zero_rows(model):
+    return (model.embed_tokens.weight.norm(dim=1) == 0).nonzero().flatten().tolist()
+
+
+def test_embeddings_are_repaired_up_to_the_highest_token():
+    wanted = sections(embedding_row_repair={"max_rows": 1})
+    model = Embeddings(6, 7, 9)
+    parts.repair_embeddings(wanted, model, Vocabulary(), ranks=RankGroup())
+    assert zero_rows(model) == [7, 9]
+    with pytest.raises(ValueError, match="3 damaged rows, more than max_rows=1"):
+        parts.repair_embeddings(wanted, Embeddings(6, 7, 9), None, ranks=RankGroup())
+    untouched = Embeddings(6)
+    parts.repair_embeddings(sections(), untouched, Vocabulary(), ranks=RankGroup())
+    assert zero_rows(untouched) == [6]
+
+
+def repair_own_copy(rank, world_size):
+    model = Embeddings(rank + 1)
+    wanted = sections(embedding_row_repair={"max_rows": 1})
+    with pytest.raises(ValueError, match="2 damaged rows, more than max_rows=1"):
+        parts.repair_embeddings(wanted, model, None, ranks=RankGroup(dist.group.WORLD))
+    return zero_rows(model)
+
+
+def test_copies_of_an_embedding_are_repaired_together(ranks):
+    assert ranks.run(2, repair_own_copy) == [[1], [2]]

@@ -295,6 +295,8 @@ def test_an_output_embedding_that_does_not_fit_matters_only_for_a_repair(weight,
     ("setting", "value"),
     [
         ("min_norm", 0.0),
+        ("min_norm", "x"),
+        ("min_norm", True),
         ("max_rows", 0),
         ("target", "mean"),
     ],
@@ -305,8 +307,16 @@ def test_settings_out_of_range(setting, value):
     assert_refused(damage(Model(), {1: 0.0}), rf"^{setting} must be .*, got {value!r}", **{setting: value})
 
 
-def test_vocab_size_out_of_range():
-    assert_refused(damage(Model(), {1: 0.0}), "^vocab_size must be positive or None, got 0", vocab_size=0)
+@pytest.mark.parametrize("vocab_size", [0, "a", True, 2.0])
+def test_vocab_size_out_of_range(vocab_size):
+    match = f"^vocab_size must be a positive integer or None, got {vocab_size!r}"
+    assert_refused(damage(Model(), {1: 0.0}), match, vocab_size=vocab_size)
+
+
+def test_an_error_of_the_model_is_raised_as_it_is():
+    model = damage(Model(), {1: 0.0})
+    model.get_input_embeddings = lambda: {}["nothing"]
+    assert_refused(model, "nothing", error=KeyError)
 
 
 def test_a_row_that_would_overflow_changes_nothing():

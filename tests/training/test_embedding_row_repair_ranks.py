@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -65,8 +65,8 @@ def make_meshes(world_size, layouts):
         yield layout, meshes[sizes], placements
 
 
-def distribute(model, mesh, placements):
-    for module in (model.embed_tokens, model.lm_head):
+def distribute(model, mesh, placements, *, names=("embed_tokens", "lm_head")):
+    for module in map(model.get_submodule, names):
         weight = distribute_tensor(module.weight.detach(), mesh, placements)
         module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
     return model
@@ -333,6 +333,16 @@ def test_the_table_is_never_gathered(ranks):
             assert 0 < num_bytes < size_of_table / 16, layout
 
 
+# What rank 1 alone is asked for.
+ARGUMENTS = {
+    "settings": {"max_rows": 0},
+    "another bound": {"max_rows": 1},
+    "another target": {"target": "median"},
+    "another threshold": {"min_norm": 1e-12},
+    "another vocabulary": {"vocab_size": 36},
+}
+
+
 def see_faults(rank, world_size, faults):
     mesh = init_device_mesh("cpu", (world_size,))
     return [see_a_fault(rank, mesh, fault) for fault in faults]
@@ -340,15 +350,17 @@ def see_faults(rank, world_size, faults):
 
 def see_a_fault(rank, mesh, fault):
     """A fault that rank 1 alone sees; returns the outcome, and whether this rank's shards are as before."""
-    arguments, settings, placements = {}, {}, [Shard(0)]
+    arguments = ARGUMENTS.get(fault, {}) if rank == 1 else {}
+    placements = [Shard(1)] if fault == "damaged output in some columns" else [Shard(0)]
+    settings = {}
     match fault:
-        case "settings":
-            arguments = {"max_rows": 0} if rank == 1 else {}
+        case "another padding row":
+            settings = {"padding_idx": 1} if rank == 1 else {}
+        case "copies with another shape":
+            settings = {"vocab": 38} if rank == 1 else {}
         case "overflow":
             # Of both damaged rows, the one on rank 1 would have its whole norm in one element.
             settings = {"dtype": torch.float16, "damage": {**dict.fromkeys(range(37), 6e4), 1: 0.0, 20: 0.0}}
-        case "damaged output in some columns":
-            placements = [Shard(1)]
     model = Model(**settings)
     with torch.no_grad():
         if fault == "overflow":
@@ -356,9 +368,9 @@ def see_a_fault(rank, mesh, fault):
             model.lm_head.weight[20] = torch.eye(37, 11)[0]
         if fault == "damaged output in some columns":
             model.lm_head.weight[3, 10] = math.nan
-    if fault == "not distributed":
+    if fault in ("not distributed", "copies with another shape", "copies whose getter fails"):
         arguments = {"group": dist.group.WORLD}
-        if rank == 1:
+        if rank == 1 and fault == "not distributed":
             model.embed_tokens.weight = nn.Parameter(torch.empty(37, 11, device="meta"))
     else:
         distribute(model, mesh, placements)
@@ -368,6 +380,11 @@ def see_a_fault(rank, mesh, fault):
         model.embed_tokens = nn.Identity()
     if fault == "an error of another class" and rank == 1:
         model.get_output_embeddings = lambda: {}["nothing"]
+    if fault in ("the getter fails", "copies whose getter fails") and rank == 1:
+        model.get_input_embeddings = lambda: {}["nothing"]
+    if fault == "another head" and rank == 1:
+        model.head, model.lm_head = model.lm_head, None
+        model.get_output_embeddings = lambda: model.head
     before = [local(weight).clone() for weight in model.parameters() if not weight.is_meta]
     outcome, _ = attempt(model, **arguments)
     after = [local(weight) for weight in model.parameters() if not weight.is_meta]
@@ -381,7 +398,16 @@ FAULTS = {
     "overflow": ("UnhealthyRepairError", "ids=[20]"),
     "damaged output in some columns": ("ValueError", "damaged too; nothing was changed: ids=[3]"),
     "not distributed": ("ValueError", "embed_tokens.weight is on the meta device"),
-    "no head": ("ValueError", "no output embedding"),
+    "another bound": ("ValueError", "max_rows must be the same on every rank, got 256 on rank 0 and 1 on rank 1"),
+    "another target": ("ValueError", "target must be the same on every rank, got 'rms' on rank 0 and 'median' on"),
+    "another threshold": ("ValueError", "min_norm must be the same on every rank, got 1e-06 on rank 0 and 1e-12 on"),
+    "another vocabulary": ("ValueError", "vocab_size must be the same on every rank, got None on rank 0 and 36 on"),
+    "another padding row": ("ValueError", "padding_idx of embed_tokens.weight must be the same on every rank"),
+    "copies with another shape": ("ValueError", "the shape of embed_tokens.weight must be the same on every rank"),
+    "another head": ("ValueError", "got 'lm_head.weight' on rank 0 and 'head.weight' on rank 1"),
+    "no head": ("ValueError", "the output embedding must be the same on every rank, got 'lm_head.weight' on rank 0"),
+    "the getter fails": ("RuntimeError", "KeyError: 'nothing'"),
+    "copies whose getter fails": ("RuntimeError", "KeyError: 'nothing'"),
     "no embedding": ("ValueError", "no input embedding"),
     "an error of another class": ("RuntimeError", "KeyError: 'nothing'"),
 }
@@ -406,22 +432,15 @@ def refuse_layout(rank, mesh, what):
         weight = DTensor.from_local(model.embed_tokens.weight.detach(), mesh, [Partial()])
         model.embed_tokens.weight = nn.Parameter(weight)
     if what == "other placements":
-        model.embed_tokens.weight = nn.Parameter(
-            distribute_tensor(model.embed_tokens.weight.detach(), mesh, [Shard(0)])
-        )
-        model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(1)]))
+        distribute(model, mesh, [Shard(0)], names=["embed_tokens"])
+        distribute(model, mesh, [Shard(1)], names=["lm_head"])
     if what == "a plain output":
-        model.embed_tokens.weight = nn.Parameter(
-            distribute_tensor(model.embed_tokens.weight.detach(), mesh, [Shard(0)])
-        )
+        distribute(model, mesh, [Shard(0)], names=["embed_tokens"])
     if what == "other shapes":
         model.lm_head = nn.Linear(11, 38, bias=False)
         distribute(model, mesh, [Shard(0)])
-    if what == "tied, with an empty shard":
-        model = Model(vocab=5)
-        distribute(model, mesh, [Shard(0)])
-        model.lm_head.weight = model.embed_tokens.weight
-    if what == "tied":
+    if what in ("tied", "tied, with an empty shard"):
+        model = Model(vocab=5 if "empty" in what else 37)
         distribute(model, mesh, [Shard(0)])
         model.lm_head.weight = model.embed_tokens.weight
     if what == "uneven parts of its own":
@@ -469,8 +488,6 @@ def test_rows_that_are_interleaved_are_refused(ranks):
 
 
 def repair_outside_the_mesh(rank, world_size):
-    from torch.distributed.device_mesh import DeviceMesh
-
     mesh = DeviceMesh("cpu", [0, 1])
     return attempt(distribute(Model(), mesh, [Shard(0)]))[0]
 
