@@ -16,8 +16,8 @@ def choose_device(launch: LaunchEnvironment) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     available = torch.cuda.device_count()
-    if available == 1:
-        # Slurm may show each process its own GPU only.
+    if available == 1 and launch.launcher == "slurm":
+        # It may show each process its own GPU only.
         return torch.device("cuda", 0)
     if launch.local_rank >= available:
         raise ValueError(
