@@ -77,6 +77,14 @@ class RankGroup:
         """Return the element-wise maxima over all ranks, in float64; every rank passes equally many numbers."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
+    def any(self, value: bool) -> bool:
+        """Whether `value` is true on at least one rank."""
+        return self.max([float(value)])[0] > 0
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.max([0.0])
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run the body on every rank; where it raises on one of them, every rank raises.

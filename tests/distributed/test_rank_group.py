@@ -16,11 +16,13 @@ def exchange(rank, world_size):
     assert (group.rank, group.size, group.is_main) == (rank, world_size, rank == 0)
     tensors = [torch.full((2,), float(rank)), torch.tensor(rank)]
     group.broadcast_tensors(tensors)
+    group.barrier()
     return {
         "gathered": group.all_gather({"rank": rank}),
         "broadcast": group.broadcast(f"from {rank}"),
         "sum": group.sum([rank, 0.5]),
         "max": group.max([rank, -rank]),
+        "any": (group.any(rank == 1), group.any(False)),
         "tensors": [tensor.tolist() for tensor in tensors],
     }
 
@@ -31,6 +33,7 @@ def test_every_rank_gets_the_same_answers(ranks):
         "broadcast": "from 0",
         "sum": [3.0, 1.5],
         "max": [2.0, 0.0],
+        "any": (True, False),
         "tensors": [[0.0, 0.0], 0],
     }
     assert ranks.run(3, exchange) == [expected] * 3
@@ -42,6 +45,8 @@ def test_a_process_alone_needs_no_group():
     assert alone.all_gather("x") == ["x"]
     assert alone.broadcast("x") == "x"
     assert alone.sum([1, 2.5]) == [1.0, 2.5]
+    assert alone.any(True)
+    alone.barrier()
     alone.broadcast_tensors([torch.ones(1)])
     assert alone.in_turn(lambda: 3, is_node_leader=True) == 3
     with pytest.raises(KeyError), alone.together():
