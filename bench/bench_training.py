@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from automodel.config.loader import load_yaml_config
+from automodel.distributed.rank_group import RankGroup
+from automodel.distributed.single import Single
 from automodel.models.auto import quiet_kernel_fallbacks
 from automodel.recipes.catalogue import list_shipped
 from automodel.recipes.parts import build_loss, build_model, build_optimizer
@@ -21,10 +23,20 @@ def test_training_step(benchmark, recipe):
     sections = build_sections(load_yaml_config(recipe.path))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = compute_dtype(None, device=device)
-    model = build_model(sections, device=device)
+    strategy = Single(device=device, dtype=dtype)
+    model = build_model(sections, strategy=strategy).inner
     optimizer = build_optimizer(sections.optimizer, model)
     schedule = LearningRateSchedule(optimizer, sections.lr_scheduler, total_steps=100)
-    step = TrainStep(model, build_loss(sections.loss_fn), optimizer, schedule, max_norm=1.0, dtype=dtype, device=device)
+    step = TrainStep(
+        model,
+        build_loss(sections.loss_fn),
+        optimizer,
+        schedule,
+        strategy=strategy,
+        data_ranks=RankGroup(),
+        max_norm=1.0,
+        device=device,
+    )
     scheduler = sections.step_scheduler
     shape = (scheduler.local_batch_size, sections.dataset["context_length"])
     batches = [
