@@ -8,9 +8,7 @@ machine that does other work too, the CPU time grows by that in which threads wa
 """
 
 import math
-import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from torch import nn
 
 from automodel.checkpoint.embedding_files import find_embeddings, read_squared_norms
 from automodel.training.embedding_row_repair import repair_input_embedding_rows
+from peak_memory import PeakMemory
 
 VOCAB, HIDDEN, ROUNDS, MIB = 151_936, 4096, 3, 2**20
 MOST_CPU_SECONDS, AIM_CPU_SECONDS, MOST_MIB = 2.0, 0.8, 64
@@ -33,30 +32,6 @@ class Model(nn.Module):
             # A few thousand different rows, over and over: drawing all of them takes longer than everything else.
             rows = torch.randn(4748, HIDDEN).to(torch.bfloat16)
             module.weight = nn.Parameter(rows.repeat(VOCAB // len(rows), 1))
-
-
-class PeakMemory:
-    """Samples this process's anonymous memory every millisecond."""
-
-    def __enter__(self):
-        self._done = threading.Event()
-        self._start = self._peak = self._now()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error):
-        self._done.set()
-        self._thread.join()
-        self.growth = max(self._peak, self._now()) - self._start
-
-    def _sample(self):
-        while not self._done.wait(0.001):
-            self._peak = max(self._peak, self._now())
-
-    def _now(self):
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,7 @@ rank that did nothing needless would need its shard and no more.
 import copy
 import shutil
 import statistics
-import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from transformers import LlamaConfig
 
 from automodel.models.auto import NeMoAutoModelForCausalLM, build_on_meta
 from automodel.models.weights import FreshWeights, weight_source
+from peak_memory import PeakMemory
 from rank_pool import RankPool
 from tiny_models import shard
 
@@ -51,30 +50,6 @@ def folder(config, tmp_path_factory):
 def pool():
     with RankPool(most=RANKS) as pool:
         yield pool
-
-
-class PeakMemory:
-    """Samples this process's anonymous memory every millisecond."""
-
-    def __enter__(self):
-        self._done = threading.Event()
-        self._start = self._peak = self._now()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error):
-        self._done.set()
-        self._thread.join()
-        self.growth = max(self._peak, self._now()) - self._start
-
-    def _sample(self):
-        while not self._done.wait(0.001):
-            self._peak = max(self._peak, self._now())
-
-    def _now(self):
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
 
 def fill(rank, world_size, factory, arguments):

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 from itertools import chain
 
 import pytest
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from automodel.caches.folder_lock import FolderLock
 from automodel.checkpoint.directories import LATEST, LOWEST_VAL, find_latest_checkpoint, read_checkpoint_pointer
 from rank_pool import RankError
+from small_disks import mounted_tmpfs
 
 SAVERS = [("single", 1), ("fsdp", 4), ("fsdp", 3), ("hsdp", 4), ("ddp", 2)]
 READERS = [("single", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("ddp", 2)]
@@ -209,17 +209,8 @@ def test_a_rank_that_may_not_write_is_named(ranks, sharded, tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """A filesystem of 2 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        pytest.skip(f"there is no mount: {error}")
-    if mounted.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with mounted_tmpfs(tmp_path / "disk", size="2m") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("left", [0, 50_000, 300_000])

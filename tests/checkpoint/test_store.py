@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from automodel.checkpoint.directories import find_complete_checkpoints, find_latest_checkpoint
 from automodel.checkpoint.store import FORMAT_VERSION, CheckpointConfig, CheckpointSaveError
+from small_disks import mounted_tmpfs
 
 
 def tiny_llama(**changes):
@@ -428,17 +429,8 @@ def test_a_first_save_that_fails_has_no_good_one_to_name(tiny_run, checkpointer,
 @pytest.fixture
 def small_disk(tmp_path):
     """A filesystem of 640 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        pytest.skip(f"there is no mount: {error}")
-    if mounted.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with mounted_tmpfs(tmp_path / "disk", size="640k") as folder:
+        yield folder
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(small_disk, tiny_run, tiny_model, checkpointer, save_at):
