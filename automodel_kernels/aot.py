@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from automodel_kernels.tuning.candidates import Config
     from automodel_kernels.tuning.registry import Kernel, Launch, Op
-    from automodel_kernels.tuning.spaces import Config
 
 __all__ = [
     "Compiled",

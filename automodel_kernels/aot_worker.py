@@ -202,6 +202,9 @@ def _serve(job: Job, output: BinaryIO, *, folder: Path) -> None:
                         _compile_in_fork(target, request, job=job, folder=place)
                     finally:
                         os._exit(0 if (place / "outcome").exists() else 1)
+                # Both sides do it, since either may be first: from here on the fork can be ended with its children.
+                with contextlib.suppress(OSError):
+                    os.setpgid(pid, pid)
                 running[pid] = index
             pid, status = os.wait()
             index = running.pop(pid)

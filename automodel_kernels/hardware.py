@@ -17,12 +17,17 @@ __all__ = [
     "BOTH_FLOAT8",
     "TARGETS",
     "Device",
+    "StandIn",
     "Target",
+    "asked_tuning",
+    "can_measure",
     "compiler_environment",
+    "current_device",
     "current_target",
     "device_slug",
     "find_target",
     "interpreter_enabled",
+    "launch_place",
     "present_device",
     "runs_triton",
     "stand_in",
@@ -78,7 +83,10 @@ TARGETS: Mapping[str, Target] = {
 # What the interpreter takes: it has no limits of its own, and every space names this target.
 INTERPRETER_TARGET = "sm_90"
 
-_stand_in: Target | None = None
+# The place of the interpreter's launches; GPUs have their index, and target drivers a number above.
+INTERPRETER_PLACE = -1
+
+_stand_in: StandIn | None = None
 
 
 def find_target(name: str) -> Target:
@@ -116,6 +124,21 @@ class Device:
     def slug(self) -> str:
         """The device's folder name."""
         return device_slug(self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn:
+    """What takes the place of this machine's GPUs while a target driver is active.
+
+    Attributes:
+        target: what launches are for.
+        device: the GPU with its name, for its tuned winners; None where only the target is known.
+        number: the driver's own device number.
+    """
+
+    target: Target
+    device: Device | None
+    number: int
 
 
 def nearest_target(*, capability: tuple[int, int], shared_memory: int) -> Target:
@@ -168,13 +191,13 @@ def present_device(index: int = 0) -> Device:
     )
 
 
-def stand_in(target: Target | None) -> Target | None:
-    """Makes launches on tensors of any device count as launches on `target`; None ends that. Returns the former one.
+def stand_in(value: StandIn | None) -> StandIn | None:
+    """Makes launches on tensors of any device count as launches on another GPU; None ends that. Returns the former one.
 
     The target driver calls this; use that one.
     """
     global _stand_in
-    former, _stand_in = _stand_in, target
+    former, _stand_in = _stand_in, value
     return former
 
 
@@ -195,7 +218,7 @@ def current_target(device: torch.device) -> Target:
         RuntimeError: the device is no GPU of this machine, and neither driver nor interpreter stands in for one.
     """
     if _stand_in is not None:
-        return _stand_in
+        return _stand_in.target
     if device.type == "cuda":
         import torch
 
@@ -203,6 +226,31 @@ def current_target(device: torch.device) -> Target:
     if interpreter_enabled():
         return TARGETS[INTERPRETER_TARGET]
     raise RuntimeError(f"device {device} has no Triton target: it is no GPU, and TRITON_INTERPRET is not set")
+
+
+def launch_place(device: torch.device) -> int:
+    """A number for the place where a launch for tensors on a device goes: no two GPUs or target drivers share one."""
+    if _stand_in is not None:
+        return _stand_in.number
+    index: int | None = device.index
+    return INTERPRETER_PLACE if index is None else index
+
+
+def current_device(device: torch.device) -> Device | None:
+    """The GPU that a launch for tensors on a device is for; None under the interpreter and for a bare target."""
+    if _stand_in is not None:
+        return _stand_in.device
+    return present_device(device.index) if device.type == "cuda" else None
+
+
+def can_measure(device: torch.device) -> bool:
+    """Whether launches for tensors on a device run on a GPU, so that their time says something."""
+    return device.type == "cuda" and _stand_in is None
+
+
+def asked_tuning() -> str | None:
+    """What the environment variable AUTOMODEL_TUNING asks for; None if it is unset or empty."""
+    return os.environ.get("AUTOMODEL_TUNING") or None
 
 
 def compiler_environment(*, cache_dir: str | None, python_path: str) -> dict[str, str]:

@@ -13,7 +13,6 @@ import json
 import logging
 import sys
 import tempfile
-import types
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +22,15 @@ import triton
 from automodel_kernels.aot import Resources, compile_pairs, launch_request, usable_cores
 from automodel_kernels.hardware import TARGETS, interpreter_enabled
 from automodel_kernels.tuning import registry
+from automodel_kernels.tuning.sources import add_function
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from automodel_kernels.aot import Compiled, Request
     from automodel_kernels.hardware import Target
+    from automodel_kernels.tuning.candidates import Candidates
     from automodel_kernels.tuning.registry import Kernel, Op
-    from automodel_kernels.tuning.spaces import Candidates
 
 __all__ = [
     "TABLE",
@@ -161,43 +161,10 @@ def source_hash(kernel: Kernel) -> str:
     Unlike Triton's key it does not change when the function moves within its file.
     """
     digest = hashlib.sha256()
-    seen: set[int] = set()
-
-    def add(function: Any) -> None:
-        while not hasattr(function, "src") and hasattr(function, "fn"):
-            function = function.fn
-        if id(function) in seen or not hasattr(function, "src"):
-            return
-        seen.add(id(function))
-        digest.update(f"{function.src}\0{_specialization(function)}\0".encode())
-        for name, value in _used_globals(function.fn):
-            if isinstance(value, triton.language.constexpr):
-                digest.update(f"{name}={value}\0".encode())
-            else:
-                add(value)
-
-    add(kernel.function)
+    add_function(digest, kernel.function)
     for launch in kernel.launches():
         digest.update(f"{launch.label}:{launch.dtype}:{sorted(launch.arguments.items())}\0".encode())
     return digest.hexdigest()[:16]
-
-
-def _specialization(function: Any) -> list[tuple[str, bool, bool]]:
-    parameters = getattr(function, "params", [])
-    return [(each.name, each.do_not_specialize, each.do_not_specialize_on_alignment) for each in parameters]
-
-
-def _used_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Jit functions and constexpr values that a function names, also as an attribute of a module."""
-    names = function.__code__.co_names
-    scopes: list[dict[str, Any]] = [function.__globals__]
-    scopes += [vars(each) for name in names if isinstance(each := function.__globals__.get(name), types.ModuleType)]
-    for name in sorted(set(names)):
-        for scope in scopes:
-            value = scope.get(name)
-            ours = hasattr(value, "fn") and not str(value.__module__).startswith("triton.")
-            if ours or isinstance(value, triton.language.constexpr):
-                yield name, value
 
 
 def fit_problem(resources: Resources, variant: Variant) -> str:

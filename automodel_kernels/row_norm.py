@@ -14,6 +14,7 @@ Bytes: rows * cols * itemsize + 8 * rows. Two FLOPs an element, so memory alone 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -21,8 +22,12 @@ import triton.language as tl
 
 from automodel_kernels.hardware import current_target, runs_triton
 from automodel_kernels.tuning import spaces
+from automodel_kernels.tuning.autotune import tuned
 from automodel_kernels.tuning.keys import rows_aligned
 from automodel_kernels.tuning.registry import Cost, Example, Kernel, Launch, Op, register
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["ROW_NORM", "RowNormSummary", "row_norm_summary", "row_squared_norms", "row_squared_norms_reference"]
 
@@ -69,6 +74,7 @@ def load_tile(
     return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
 
 
+@tuned(space=spaces.ROW_NORM, key=("x_ptr", "ALIGNED"), outputs=("norms_ptr",))
 @triton.jit(do_not_specialize=["x_ptr", "norms_ptr", "num_rows", "num_cols", "stride_x_row", "stride_x_col"])
 def row_squared_norms_kernel(
     x_ptr,
@@ -124,19 +130,19 @@ def _launch(x: torch.Tensor) -> torch.Tensor:
     num_rows, num_cols = x.shape
     norms = torch.empty(num_rows, dtype=torch.float64, device=x.device)
     aligned = rows_aligned(x)
-    config = spaces.ROW_NORM.default(current_target(x.device), dtype=x.dtype, flags={"ALIGNED": aligned})
-    grid = (triton.cdiv(num_rows, config.meta["BLOCK_M"]),)
-    with torch.cuda.device_of(x):
-        row_squared_norms_kernel[grid](
-            x,
-            norms,
-            num_rows,
-            num_cols,
-            x.stride(0),
-            x.stride(1),
-            ALIGNED=aligned,
-            **config.options,
-        )
+
+    def grid(meta: Mapping[str, int]) -> tuple[int]:
+        return (triton.cdiv(num_rows, meta["BLOCK_M"]),)
+
+    row_squared_norms_kernel[grid](
+        x,
+        norms,
+        num_rows,
+        num_cols,
+        x.stride(0),
+        x.stride(1),
+        ALIGNED=aligned,
+    )
     return norms
 
 
@@ -321,7 +327,7 @@ def _cost(x: torch.Tensor) -> Cost:
 ROW_NORM = register(
     Op(
         name="row_norm",
-        kernels=(Kernel(function=row_squared_norms_kernel, space=spaces.ROW_NORM, launches=_launches),),
+        kernels=(Kernel(function=row_squared_norms_kernel, launches=_launches),),
         run=row_squared_norms,
         reference=row_squared_norms_reference,
         examples=_examples,

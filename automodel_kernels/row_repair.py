@@ -19,13 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
-from automodel_kernels.hardware import current_target, runs_triton
+from automodel_kernels.hardware import runs_triton
 from automodel_kernels.tuning import spaces
+from automodel_kernels.tuning.autotune import tuned
 from automodel_kernels.tuning.keys import rows_aligned
 from automodel_kernels.tuning.registry import Cost, Example, Kernel, Launch, Op, register
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["ROW_REPAIR", "repair_rows_", "repair_rows_reference_"]
 
@@ -50,6 +51,7 @@ def repair_rows_reference_(
     return weight
 
 
+@tuned(space=spaces.ROW_REPAIR, key=("weight_ptr", "source_ptr", "ALIGNED"), restores=("weight_ptr",))
 @triton.jit(
     do_not_specialize=[
         "weight_ptr",
@@ -101,22 +103,22 @@ def repair_rows_kernel(
 def _launch(weight: torch.Tensor, source: torch.Tensor, row_ids: torch.Tensor, factors: torch.Tensor) -> None:
     num_cols = weight.shape[1]
     aligned = rows_aligned(weight, source)
-    config = spaces.ROW_REPAIR.default(current_target(weight.device), dtype=weight.dtype, flags={"ALIGNED": aligned})
-    grid = (len(row_ids), triton.cdiv(num_cols, config.meta["BLOCK_N"]))
-    with torch.cuda.device_of(weight):
-        repair_rows_kernel[grid](
-            weight,
-            source,
-            row_ids,
-            factors,
-            num_cols,
-            weight.stride(0),
-            weight.stride(1),
-            source.stride(0),
-            source.stride(1),
-            ALIGNED=aligned,
-            **config.options,
-        )
+
+    def grid(meta: Mapping[str, int]) -> tuple[int, int]:
+        return len(row_ids), triton.cdiv(num_cols, meta["BLOCK_N"])
+
+    repair_rows_kernel[grid](
+        weight,
+        source,
+        row_ids,
+        factors,
+        num_cols,
+        weight.stride(0),
+        weight.stride(1),
+        source.stride(0),
+        source.stride(1),
+        ALIGNED=aligned,
+    )
 
 
 def _torch_repair(weight: torch.Tensor, source: torch.Tensor, row_ids: torch.Tensor, factors: torch.Tensor) -> None:
@@ -364,7 +366,7 @@ def _cost(
 ROW_REPAIR = register(
     Op(
         name="row_repair",
-        kernels=(Kernel(function=repair_rows_kernel, space=spaces.ROW_REPAIR, launches=_launches),),
+        kernels=(Kernel(function=repair_rows_kernel, launches=_launches),),
         run=repair_rows_,
         reference=repair_rows_reference_,
         examples=_examples,

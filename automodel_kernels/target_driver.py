@@ -20,7 +20,7 @@ import torch
 import triton
 from triton.backends.driver import DriverBase
 
-from automodel_kernels.hardware import Target, find_target, interpreter_enabled, stand_in
+from automodel_kernels.hardware import Device, StandIn, Target, find_target, interpreter_enabled, stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -76,9 +76,10 @@ class TargetDriver(DriverBase):  # type: ignore[misc]
         measured: how many times a configuration was measured for tuning.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, *, timer: Callable[[LaunchRecord], float] | None = None) -> None:
         super().__init__()
         self.target = target
+        self._timer = timer
         self.binaries: list[Binary] = []
         self.launches: list[LaunchRecord] = []
         self.measured = 0
@@ -109,7 +110,7 @@ class TargetDriver(DriverBase):  # type: ignore[misc]
         return self.target.gpu_target()
 
     def get_current_device(self) -> int:
-        """A number that no other driver has."""
+        """A number that no other driver and no GPU has."""
         return self._device
 
     def set_current_device(self, device: int) -> None:
@@ -124,12 +125,16 @@ class TargetDriver(DriverBase):  # type: ignore[misc]
         return torch.device("cpu")
 
     def get_benchmarker(self) -> Callable[..., Sequence[float]]:
-        """A measurement that calls once, counts, and takes one millisecond for each: the first configuration wins."""
+        """A measurement that calls once, counts, and takes what the timer says.
+
+        Without a timer every launch takes one millisecond, and so the first configuration wins.
+        """
 
         def measure(call: Callable[[], Any], *, quantiles: Sequence[float] = (0.5,), **_settings: Any) -> list[float]:
             self.measured += 1
             call()
-            return [1.0] * len(quantiles)
+            milliseconds = 1.0 if self._timer is None else self._timer(self.launches[-1])
+            return [milliseconds] * len(quantiles)
 
         return measure
 
@@ -183,13 +188,16 @@ class _Utilities:
 
 
 @contextmanager
-def target_driver(target: Target | str) -> Iterator[TargetDriver]:
+def target_driver(
+    target: Target | Device | str, *, timer: Callable[[LaunchRecord], float] | None = None
+) -> Iterator[TargetDriver]:
     """Makes a driver for a GPU that is not here the active one, and restores the former one at the end.
 
     One at a time in a process, and in one thread.
 
     Args:
-        target: the GPU, or its name.
+        target: the GPU's target, or that one's name, or the very device, whose tuned winners launches then take.
+        timer: the milliseconds that a launch takes where configurations are measured; one for each by default.
 
     Raises:
         ValueError: no target has that name.
@@ -197,12 +205,16 @@ def target_driver(target: Target | str) -> Iterator[TargetDriver]:
     """
     if interpreter_enabled():
         raise RuntimeError("TRITON_INTERPRET is set: kernels of this process are interpreted and cannot be compiled")
-    driver = TargetDriver(find_target(target) if isinstance(target, str) else target)
+    device = target if isinstance(target, Device) else None
+    if isinstance(target, str):
+        target = find_target(target)
+    driver = TargetDriver(target.target if isinstance(target, Device) else target, timer=timer)
     config = triton.runtime.driver
     knobs = triton.knobs.compilation
     # Reading `active` would look for a GPU's driver, and fail where there is none.
     former_driver, former_listener = vars(config).get("_active"), knobs.listener
-    former_target = stand_in(driver.target)
+    number = driver.get_current_device()
+    former_stand_in = stand_in(StandIn(target=driver.target, device=device, number=number))
 
     def listen(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **more: Any) -> None:
         driver.note_binary(src=src, metadata=metadata, cache_hit=cache_hit)
@@ -214,6 +226,6 @@ def target_driver(target: Target | str) -> Iterator[TargetDriver]:
         knobs.listener = listen
         yield driver
     finally:
-        stand_in(former_target)
+        stand_in(former_stand_in)
         knobs.listener = former_listener
         config.set_active(former_driver)

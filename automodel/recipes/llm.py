@@ -90,6 +90,7 @@ class TrainFinetuneRecipeForNextTokenPrediction:
         strategy = make_strategy(sections.distributed, mesh=mesh, device=device, dtype=dtype)
         if sections.deterministic:
             enable_determinism()
+        sections.kernels.apply()
         rng = StatefulRNG(sections.rng.seed, sections.rng.ranked, rank=mesh.data.rank)
         with phase("tokenizer"):
             tokenizer = self._in_turn(mesh.world, lambda: parts.build_tokenizer(sections))

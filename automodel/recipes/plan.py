@@ -273,7 +273,7 @@ def _describe_sections(config: ConfigNode, sections: RecipeSections, *, run_dir:
     described["optimizer"] = _describe_target(sections.optimizer, absent="")
     given = {value.dotted: value.value for value in list_values(config, with_defaults=False)}
     given.setdefault("rng.seed", given.get("seed"))
-    for name in ("lr_scheduler", "clip_grad_norm", "step_scheduler", "rng", "distributed", "checkpoint"):
+    for name in ("lr_scheduler", "clip_grad_norm", "step_scheduler", "rng", "kernels", "distributed", "checkpoint"):
         described[name] = ", ".join(_changed_settings(getattr(sections, name), given, path=name)) or "defaults"
     if sections.checkpoint.enabled:
         folder = given.get("checkpoint.checkpoint_dir") or f"{run_dir or 'the run folder'}/checkpoints"

@@ -254,7 +254,6 @@ _ALL = (
         is_on=_when_any_value_is_set,
         keys={"device": "name of the GPU", "peak_tflops": "peak in TFLOP/s, which wins over device"},
     ),
-    PlannedSection(name="kernels", help="which kernels the model gets", is_on=_when_any_value_is_set),
     PlannedSection(name="kernel_cache", help="the shared cache of compiled kernels", is_on=_when_any_value_is_set),
     PlannedSection(
         name="teacher_model", help="_target_ of the teacher of a distillation", is_on=_unless_a_switch_is_off

@@ -123,6 +123,11 @@ _SETTINGS = (
         owner="automodel.training.embedding_row_repair.EmbeddingRowRepairConfig",
         optional=True,
     ),
+    SettingsSection(
+        name="kernels",
+        help="how the model's kernels get their configurations",
+        owner="automodel.models.kernels.KernelsConfig",
+    ),
 )
 _DATASETS = {"automodel.data.text.TextFilesDataset": "text files of a folder, cut into sequences of equal length"}
 _LOADERS = {"automodel.data.loader.StatefulDataLoader": "a loader whose position is saved and restored exactly"}

@@ -30,6 +30,7 @@ from automodel.recipes.schema import (
 if TYPE_CHECKING:
     from automodel.checkpoint.store import CheckpointConfig
     from automodel.distributed.config import DistEnvConfig, DistributedConfig
+    from automodel.models.kernels import KernelsConfig
     from automodel.training.embedding_row_repair import EmbeddingRowRepairConfig
     from automodel.training.optim import ClipGradNormConfig, LrSchedulerConfig
     from automodel.training.rng import RngConfig
@@ -59,6 +60,7 @@ class RecipeSections:
     lr_scheduler: "LrSchedulerConfig"
     clip_grad_norm: "ClipGradNormConfig"
     embedding_row_repair: "EmbeddingRowRepairConfig | None"
+    kernels: "KernelsConfig"
     deterministic: bool
     model: ConfigNode
     tokenizer: ConfigNode | None

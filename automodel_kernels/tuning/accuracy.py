@@ -75,25 +75,26 @@ def run_with_gradients(op: Op, function: Callable[..., Any], *, inputs: dict[str
     The outputs' gradients are random, the same at every call and exact in bfloat16.
 
     Args:
-        op: says which inputs receive gradients.
+        op: says which inputs receive gradients; of optional ones those that are given.
         function: `op.run` or `op.reference`.
         inputs: its arguments.
 
     Returns:
         By `output 0`, ..., and `gradient NAME`.
     """
-    for name in op.gradients:
+    given = [name for name in op.gradients if inputs.get(name) is not None]
+    for name in given:
         inputs[name].requires_grad_()
     outputs = function(**inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     results = {f"output {number}": each for number, each in enumerate(outputs)}
-    if op.gradients:
+    if given:
         differentiable = [each for each in outputs if each.requires_grad]
         generator = torch.Generator().manual_seed(0)
         cotangents = [
             torch.randn(each.shape, generator=generator).to(torch.bfloat16).to(each.device, each.dtype)
             for each in differentiable
         ]
-        gradients = torch.autograd.grad(differentiable, [inputs[name] for name in op.gradients], cotangents)
-        results |= {f"gradient {name}": each for name, each in zip(op.gradients, gradients, strict=True)}
+        gradients = torch.autograd.grad(differentiable, [inputs[name] for name in given], cotangents)
+        results |= {f"gradient {name}": each for name, each in zip(given, gradients, strict=True)}
     return results

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from automodel_kernels.hardware import Target
-    from automodel_kernels.tuning.spaces import Candidates, Space
+    from automodel_kernels.tuning.autotune import Tuned
+    from automodel_kernels.tuning.candidates import Candidates, Space
 
 __all__ = ["Cost", "Example", "Kernel", "Launch", "Op", "Pointer", "get", "load_all", "register", "registered"]
 
@@ -71,13 +72,11 @@ class Kernel:
     """A Triton kernel of an operator.
 
     Attributes:
-        function: the `@triton.jit` function, found again under its module and name by other processes.
-        space: its configurations.
+        function: the `@tuned` function, whose jit function other processes find again under its module and name.
         launches: gives the launches that differ in their binary, the commonest first.
     """
 
-    function: Any
-    space: Space
+    function: Tuned
     launches: Callable[[], Sequence[Launch]]
 
     @property
@@ -85,17 +84,28 @@ class Kernel:
         """The function's name."""
         return str(self.function.__name__)
 
+    @property
+    def space(self) -> Space:
+        """The function's configurations."""
+        return self.function.space
+
     def claimed(self, target: Target) -> Iterator[tuple[Launch, Candidates]]:
         """The launches that the space claims on a target, with their candidates.
 
         Raises:
-            ValueError: two launches have the same label.
+            ValueError: two launches have the same label, or one has another data type than the first name of the key.
         """
         launches = self.launches()
         labels = [launch.label for launch in launches]
         if len(set(labels)) < len(labels):
             raise ValueError(f"{self.name}: the labels of launches must differ, got {labels}")
+        first = self.function.key[0]
         for launch in launches:
+            if launch.arguments[first].dtype != launch.dtype:
+                raise ValueError(
+                    f"{self.name}: the launch {launch.label!r} has the data type {launch.dtype}, "
+                    f"and its {first} {launch.arguments[first].dtype}"
+                )
             found = self.space.find(target, dtype=launch.dtype, flags=launch.arguments)
             if found is not None:
                 yield launch, found

@@ -100,12 +100,14 @@ def test_long_files_are_caught(write_sources):
     assert house_rules.long_files(sources) == ["p/long.py:1: 501 lines"]
 
 
-def test_long_functions_are_caught_and_docstrings_do_not_count(write_sources):
+def test_long_functions_are_caught_and_neither_signatures_nor_docstrings_count(write_sources):
     body = "    x = 1\n"
-    text = "def long():\n" + body * 60
-    text += 'class C:\n    def fits(self):\n        """Says\n\n        much.\n        """\n' + ("    " + body) * 59
-    text += "@triton.jit\ndef kernel(x_ptr):\n" + body * 119
-    text += "@triton.jit(noinline=True)\ndef long_kernel(x_ptr):\n" + body * 120
+    text = "def long():\n" + body * 61
+    text += 'class C:\n    def fits(\n        self,\n    ):\n        """Says\n\n        much.\n        """\n'
+    text += ("    " + body) * 60
+    text += 'def empty():\n    """Says much."""\n'
+    text += "@triton.jit\ndef kernel(x_ptr):\n" + body * 120
+    text += "@triton.jit(noinline=True)\ndef long_kernel(x_ptr):\n" + body * 121
     found = house_rules.long_functions(write_sources({"p/a.py": text}))
     assert [line.split(": ")[1] for line in found] == ["long has 61 lines", "long_kernel has 121 lines"]
 
@@ -188,11 +190,17 @@ def bare(x, *, y: int, **more) -> None:
 
 
 def test_kernels_without_proof_are_caught(write_sources, tmp_path):
-    kernel = "import triton\n\n@triton.jit\ndef k(x_ptr):\n    pass\n"
-    write_sources({"automodel_kernels/plain.py": "", "automodel_kernels/ssd/scan.py": kernel})
+    jit = "import triton\n\n@triton.jit\ndef {}(x_ptr):\n    pass\n"
+    kernel, part = jit.format("a_kernel"), jit.format("part")
+    write_sources({"automodel_kernels/parts.py": part, "automodel_kernels/ssd/parts.py": part})
+    assert house_rules.kernels_without_proof(tmp_path) == []
+    write_sources({"automodel_kernels/norm.py": kernel, "automodel_kernels/ssd/scan.py": kernel})
     assert house_rules.kernels_without_proof(tmp_path) == [
-        "automodel_kernels/ssd/scan.py:1: has no tests/kernels/**/test_scan.py",
-        "automodel_kernels/ssd/scan.py:1: has no bench/**/bench_scan.py",
+        "automodel_kernels/norm.py:1: has no tests/kernels/**/test_norm*.py",
+        "automodel_kernels/norm.py:1: has no bench/**/bench_norm*.py",
+        "automodel_kernels/ssd/scan.py:1: has no tests/kernels/**/test_ssd*.py",
+        "automodel_kernels/ssd/scan.py:1: has no bench/**/bench_ssd*.py",
     ]
-    write_sources({"tests/kernels/ssd/test_scan.py": "", "bench/bench_scan.py": ""})
+    write_sources({f"tests/kernels/{name}.py": "" for name in ("test_norm", "test_ssd_op")})
+    write_sources({f"bench/{name}.py": "" for name in ("bench_norm", "bench_ssd")})
     assert house_rules.kernels_without_proof(tmp_path) == []

@@ -84,3 +84,15 @@ def test_gradients_are_compared_by_name():
     found = example_errors(operator(wrong, reference, gradients=("x", "w")), example, device=CPU)
     assert found["gradient w"] > 0.1
     assert found["gradient x"] < 5e-3
+
+
+def test_an_optional_input_that_is_absent_has_no_gradient():
+    def run(x, *, bias):
+        return x if bias is None else x + bias
+
+    def without(device):
+        return {"x": torch.ones(3, device=device), "bias": None}
+
+    example = Example(label="x", inputs=without, tolerance=1.0)
+    errors = example_errors(operator(run, run, gradients=("x", "bias")), example, device=CPU)
+    assert errors == {"output 0": 0.0, "gradient x": 0.0}

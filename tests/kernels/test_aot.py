@@ -13,11 +13,10 @@ import torch
 
 import kernel_stub_cuda
 import kernel_toys
-from automodel_kernels.aot import Request, compile_for, launch_request, op_requests, usable_cores
+from automodel_kernels.aot import Request, compile_for, op_requests, usable_cores
 from automodel_kernels.hardware import find_target
 from automodel_kernels.target_driver import target_driver
-from automodel_kernels.tuning.registry import Launch, Pointer
-from automodel_kernels.tuning.spaces import Config
+from automodel_kernels.tuning.registry import Pointer
 
 FLOAT = Pointer(dtype=torch.float32)
 
@@ -41,13 +40,11 @@ def test_requests_hold_every_claimed_launch_in_its_configurations():
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """A cache folder, and the outcomes of the toy's launches in bfloat16 and float32 and of an unaligned one."""
+    """A cache folder, and the outcomes of the toy's launches, and of an unaligned one of another kernel."""
     folder, target = tmp_path_factory.mktemp("compiled"), find_target("sm_90")
-    x = torch.zeros(65)
-    arguments = {"x_ptr": x, "out_ptr": x[1:], "num_elements": 3, "factor": 1.0, "SQUARE": False, "BLOCK": 64}
-    launch = Launch(label="unaligned", dtype=torch.float32, arguments=arguments)
-    (kernel,) = kernel_toys.SCALE.kernels
-    requests = [*op_requests(kernel_toys.SCALE, target), launch_request(kernel, launch, Config(meta={}))]
+    requests = op_requests(kernel_toys.SCALE, target)
+    unaligned = Pointer(dtype=torch.float32, aligned=False)
+    requests.append(Request(kernel="kernel_toys:crash_kernel", arguments={"x_ptr": unaligned, "CODE": 0}))
     progress = []
     outcomes = compile_for(target, requests, jobs=2, cache_dir=folder, progress=progress.append)
     assert [outcome.request for outcome in outcomes] == requests
@@ -73,7 +70,7 @@ def test_what_was_compiled_is_found_by_a_launch(compiled, monkeypatch):
         kernel_toys.scale(tokens, factor=1.0)
         kernel_toys.scale(tokens, factor=1.0, square=True)
         for out in (x[1:], x):
-            kernel_toys.scale_kernel[(1,)](x, out, 3, 1.0, SQUARE=False, BLOCK=64, num_warps=4, num_stages=1)
+            kernel_toys.crash_kernel[(1,)](out, CODE=0)
     *found, aligned = driver.binaries
     assert [binary.key for binary in found] == [outcome.key for outcome in outcomes[2:]]
     assert all(binary.from_cache for binary in found)

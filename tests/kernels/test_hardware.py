@@ -4,11 +4,16 @@ import triton
 
 from automodel_kernels.hardware import (
     TARGETS,
+    Device,
+    StandIn,
+    can_measure,
     compiler_environment,
+    current_device,
     current_target,
     device_slug,
     find_target,
     interpreter_enabled,
+    launch_place,
     nearest_target,
     present_device,
     runs_triton,
@@ -133,11 +138,21 @@ def test_the_interpreter_takes_every_tensor_with_the_choices_of_sm_90(monkeypatc
 def test_a_stand_in_takes_every_tensor_until_it_ends(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     target = find_target("gfx942")
-    assert stand_in(target) is None
-    assert runs_triton(META)
-    assert current_target(CPU) is target
-    assert stand_in(None) is target
+    device = Device(name="AMD Toy", capability=(9, 4), sm_count=304, shared_memory=65_536, warp_size=64, target=target)
+    value = StandIn(target=target, device=device, number=1_234_567)
+    assert stand_in(value) is None
+    try:
+        assert runs_triton(META)
+        assert current_target(CPU) is target
+        assert current_device(CPU) is device
+        assert launch_place(META) == 1_234_567
+        assert not can_measure(CPU)
+    finally:
+        assert stand_in(None) is value
     assert not runs_triton(META)
+    assert current_device(CPU) is None
+    assert launch_place(torch.device("cuda", 3)) == 3
+    assert launch_place(CPU) < 0
 
 
 def test_a_compiling_child_does_not_interpret(monkeypatch):

@@ -88,7 +88,7 @@ def test_a_kernel_claims_the_launches_that_its_space_knows():
 
 def test_launches_with_one_label_are_refused():
     (kernel,) = kernel_toys.SCALE.kernels
-    twice = Kernel(function=kernel.function, space=kernel.space, launches=lambda: [*kernel.launches()] * 2)
+    twice = Kernel(function=kernel.function, launches=lambda: [*kernel.launches()] * 2)
     with pytest.raises(ValueError, match="scale_kernel: the labels of launches must differ"):
         list(twice.claimed(find_target("sm_80")))
 
@@ -105,3 +105,10 @@ def test_launches_with_one_label_are_refused():
 def test_an_incomplete_operator_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(kernel_toys.SCALE, **changes)
+
+
+def test_a_launch_of_another_type_than_its_keys_first_tensor_is_refused():
+    (kernel,) = kernel_toys.SCALE.kernels
+    wrong = Kernel(function=kernel.function, launches=lambda: [replace(kernel.launches()[0], dtype=torch.float64)])
+    with pytest.raises(ValueError, match=r"scale_kernel: the launch 'float32' has .*float64, and its x_ptr .*float32"):
+        list(wrong.claimed(find_target("sm_80")))

@@ -116,7 +116,7 @@ def test_an_invented_table_has_no_problems_and_survives_a_file(tmp_path):
 
 def with_source(source):
     """The toy kernel with another source; it compiles nothing."""
-    function = triton.runtime.JITFunction(KERNEL.function.fn)
+    function = triton.runtime.JITFunction(KERNEL.function.fn.fn)
     function._unsafe_update_src(source)
     return replace(KERNEL, function=function)
 
@@ -125,12 +125,12 @@ def test_the_hash_sees_sources_called_functions_globals_launches_and_specialisat
     former = source_hash(KERNEL)
     assert source_hash(replace(KERNEL)) == former
     assert len(former) == 16
-    plain = triton.runtime.JITFunction(KERNEL.function.fn)
+    plain = triton.runtime.JITFunction(KERNEL.function.fn.fn)
     assert source_hash(replace(KERNEL, function=plain)) != former, "do_not_specialize"
-    source = KERNEL.function.src
+    source = KERNEL.function.fn.src
     assert source_hash(with_source(source)) != source_hash(with_source(source.replace("x * x", "x * x * x")))
     assert source_hash(replace(KERNEL, launches=lambda: KERNEL.launches()[1:])) != former
-    tuned = triton.autotune(configs=[triton.Config({})], key=[])(KERNEL.function)
+    tuned = triton.autotune(configs=[triton.Config({})], key=[])(KERNEL.function.fn)
     assert source_hash(replace(KERNEL, function=tuned)) == former
     monkeypatch.setattr(kernel_toys, "FACTOR_BIAS", triton.language.constexpr(1.0))
     assert source_hash(KERNEL) != former

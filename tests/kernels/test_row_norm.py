@@ -11,6 +11,7 @@ from automodel_kernels.hardware import TARGETS, nearest_target
 from automodel_kernels.row_norm import row_norm_summary, row_squared_norms, row_squared_norms_reference
 from automodel_kernels.target_driver import target_driver
 from automodel_kernels.tuning import spaces
+from automodel_kernels.tuning.policy import tuning_policy
 from kernel_memory import Guarded
 from tensor_sizes import LargestTensor
 
@@ -229,7 +230,7 @@ def test_only_the_programs_of_extreme_rows_read_again(traffic):
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 9])
 def test_nothing_is_written_beside_the_norms(num_rows):
     x, norms = normal(num_rows, 50), Guarded(torch.zeros(num_rows, dtype=torch.float64))
-    row_norm.row_squared_norms_kernel[(triton.cdiv(num_rows, 4),)](
+    row_norm.row_squared_norms_kernel.fn[(triton.cdiv(num_rows, 4),)](
         x, norms.tensor, num_rows, 50, 50, 1, ALIGNED=False, BLOCK_M=4, BLOCK_N=32
     )
     norms.check()
@@ -269,9 +270,9 @@ def test_aligned_rows_are_loaded_16_bytes_at_a_time(triton_cache, dtype):
     x, norms = (torch.empty(64, 64, dtype=each, device="meta") for each in (dtype, torch.float64))
     ptx = {}
     for aligned in (True, False):
-        config = spaces.ROW_NORM.default(TARGETS["sm_90"], dtype=dtype, flags={"ALIGNED": aligned})
+        config = spaces.ROW_NORM.get(TARGETS["sm_90"], dtype=dtype, flags={"ALIGNED": aligned}).configs[0]
         with target_driver("sm_90"):
-            binary = row_norm.row_squared_norms_kernel.run(
+            binary = row_norm.row_squared_norms_kernel.fn.run(
                 x, norms, 64, 64, 64, 1, ALIGNED=aligned, grid=(1,), warmup=True, **config.options
             )
         ptx[aligned] = [line for line in binary.asm["ptx"].splitlines() if "ld.global" in line]
@@ -314,3 +315,17 @@ def test_what_has_no_row_norms_is_refused(x, message):
 def test_a_tensor_without_data_is_refused():
     with pytest.raises(ValueError, match="x must hold data, got a meta tensor"):
         row_squared_norms(torch.empty(2, 2, device="meta"))
+
+
+@pytest.mark.usefixtures("triton_cache")
+def test_one_tuning_and_its_binaries_serve_every_shape():
+    base = torch.empty(64, 1040, dtype=torch.bfloat16)
+    with target_driver("sm_90") as driver, tuning_policy("tune"):
+        row_squared_norms(base)
+        counts = driver.measured, len(driver.binaries)
+        assert counts == (3, 3)
+        for x in (base[:1], base[::3, 16:32], torch.empty(7, 4096, dtype=torch.bfloat16)):
+            row_squared_norms(x)
+        assert (driver.measured, len(driver.binaries)) == counts
+        row_squared_norms(base[:, 1:])
+        assert (driver.measured, len(driver.binaries)) == (3, 4), "unaligned rows have one candidate"

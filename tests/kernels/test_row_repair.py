@@ -289,7 +289,7 @@ def test_a_program_beyond_the_columns_writes_nothing():
     weight = Guarded(normal(2, 10))
     before = weight.tensor.clone()
     ids, factors = torch.tensor([1]), torch.ones(1, 2)
-    row_repair.repair_rows_kernel[(1, 3)](
+    row_repair.repair_rows_kernel.fn[(1, 3)](
         weight.tensor, normal(2, 10), ids, factors, 10, 10, 1, 10, 1, ALIGNED=False, BLOCK_N=8
     )
     weight.check()
@@ -325,11 +325,11 @@ def test_shapes_and_strides_share_one_binary_per_data_types_and_alignment(triton
 
 
 def test_aligned_rows_are_moved_16_bytes_at_a_time(triton_cache):
-    config = spaces.ROW_REPAIR.default(TARGETS["sm_90"], dtype=torch.bfloat16, flags={"ALIGNED": True})
+    config = spaces.ROW_REPAIR.get(TARGETS["sm_90"], dtype=torch.bfloat16, flags={"ALIGNED": True}).configs[0]
     dtypes = (torch.bfloat16, torch.bfloat16, torch.int64, torch.float32)
     tensors = [torch.empty(4, dtype=dtype, device="meta") for dtype in dtypes]
     with target_driver("sm_90"):
-        binary = row_repair.repair_rows_kernel.run(
+        binary = row_repair.repair_rows_kernel.fn.run(
             *tensors, 64, 64, 1, 64, 1, ALIGNED=True, grid=(1,), warmup=True, **config.options
         )
     wide = [line for line in binary.asm["ptx"].splitlines() if "global.v4.b32" in line]

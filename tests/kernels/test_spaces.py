@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from automodel_kernels.hardware import TARGETS, find_target
-from automodel_kernels.tuning.spaces import Candidates, Config, Space
+from automodel_kernels.tuning.candidates import Candidates, Config, Space
 
 SMALL, LARGE = Config(meta={"BLOCK": 64, "A": 1}, num_warps=2), Config(meta={"BLOCK": 256}, num_warps=8, num_stages=3)
 
@@ -31,13 +31,13 @@ def test_the_first_candidates_that_match_count():
     assert found("sm_90", torch.float32, ALIGNED=True, OTHER=1) is space.candidates[2]
     assert found("sm_80", torch.bfloat16) is space.candidates[2], "a flag that is not given does not match"
     assert found("sm_90", torch.float16, ALIGNED=True) is None
-    assert space.default(find_target("gfx942"), dtype=torch.bfloat16, flags={}) is LARGE
+    assert space.get(find_target("gfx942"), dtype=torch.bfloat16, flags={}).configs[0] is LARGE
 
 
 def test_a_launch_that_is_not_claimed_is_named():
     space = Space(name="toy", candidates=(Candidates(configs=(SMALL,), targets=("sm_80",)),))
     with pytest.raises(ValueError, match=r"toy has no configuration for torch.float32 on sm_90 with \{'A': 1\}"):
-        space.default(find_target("sm_90"), dtype=torch.float32, flags={"A": 1})
+        space.get(find_target("sm_90"), dtype=torch.float32, flags={"A": 1})
 
 
 def test_candidates_are_for_every_target_and_type_unless_told():

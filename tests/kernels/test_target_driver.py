@@ -5,9 +5,10 @@ import torch
 import triton
 
 import kernel_toys
-from automodel_kernels.hardware import find_target, runs_triton
+from automodel_kernels.hardware import current_device, find_target, runs_triton
 from automodel_kernels.target_driver import target_driver
 from kernel_toys import scale, scale_kernel
+from kernel_tuning import TOY_GPU
 
 META = torch.device("meta")
 
@@ -19,7 +20,7 @@ def test_cpu_tensors_meta_tensors_and_bare_types_compile_one_binary():
         scale(torch.ones(1000, dtype=torch.bfloat16), factor=0.5)
         scale(torch.empty(7, dtype=torch.bfloat16, device=META), factor=3.0)
         dtype = torch.bfloat16
-        scale_kernel.warmup(dtype, dtype, 5, 1.0, SQUARE=False, BLOCK=128, num_warps=1, num_stages=1, grid=(1,))
+        scale_kernel.fn.warmup(dtype, dtype, 5, 1.0, SQUARE=False, BLOCK=128, num_warps=1, num_stages=1, grid=(1,))
         assert [binary.name for binary in driver.compiled] == ["scale_kernel"]
         assert driver.compiled == driver.binaries
         first, second = driver.launches
@@ -49,7 +50,7 @@ def test_every_target_and_a_second_driver_compile_anew_or_find_the_cache():
 def test_nothing_runs():
     x = torch.full((64,), 2.0)
     with target_driver("sm_80"):
-        scale_kernel[(1,)](x, x, 64, 5.0, SQUARE=False, BLOCK=64, num_warps=1)
+        scale_kernel.fn[(1,)](x, x, 64, 5.0, SQUARE=False, BLOCK=64, num_warps=1)
     assert (x == 2).all()
 
 
@@ -83,7 +84,7 @@ def test_the_former_state_comes_back_after_an_error_too():
 
 def test_measurements_for_tuning_are_counted():
     configs = [triton.Config({"BLOCK": block}, num_warps=1) for block in (64, 128)]
-    tuned = triton.autotune(configs=configs, key=["SQUARE"])(scale_kernel)
+    tuned = triton.autotune(configs=configs, key=["SQUARE"])(scale_kernel.fn)
     x = torch.empty(256, device=META)
     with target_driver("sm_90") as driver:
         for count in (256, 100):
@@ -107,3 +108,14 @@ def test_an_unknown_target_and_the_interpreter_are_refused(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET is set"), target_driver("sm_90"):
         pass
+
+
+def test_it_stands_in_for_a_named_device_and_its_timer_is_asked():
+    with target_driver(TOY_GPU, timer=lambda record: float(record.arguments["num_elements"])) as driver:
+        assert current_device(META) is TOY_GPU
+        assert driver.target is TOY_GPU.target
+        measure = driver.get_benchmarker()
+        x = torch.empty(6, device=META)
+        assert measure(lambda: scale(x, factor=1.0), quantiles=(0.5, 0.2)) == [6.0, 6.0]
+    with target_driver("sm_90") as driver:
+        assert current_device(META) is None

@@ -224,10 +224,15 @@ def test_the_text_of_a_foreign_error_stays_out_of_the_report(recipe, tmp_path):
 
 
 def test_settings_of_the_process_hold_in_the_loop(recipe, tmp_path):
-    checks = "assert torch.are_deterministic_algorithms_enabled() and not gc.isenabled()"
+    checks = (
+        "from automodel_kernels.tuning.policy import current_settings;"
+        " assert torch.are_deterministic_algorithms_enabled() and not gc.isenabled();"
+        " assert current_settings() == (None, None, 'error', True)"
+    )
     recipe["loss_fn"] = {"_target_": write_loss(tmp_path, checks)}
     recipe["step_scheduler"].update(max_steps=2, gc_every_steps=1)
     recipe["deterministic"] = True
+    recipe["kernels"] = {"tuning": "error", "bit_exact": True}
     done = subprocess.run(
         [sys.executable, "-m", "automodel", "run", recipe.write(), "--run-dir", str(tmp_path / "run")],
         capture_output=True,

@@ -226,7 +226,8 @@ def test_the_checkpoint_to_start_from_is_looked_for(tmp_path):
 
 
 def test_sections_are_described_with_what_differs_from_the_defaults(tmp_path):
-    described = plan_of(checkpoint={"max_recent_checkpoints": 2}).sections
+    described = plan_of(checkpoint={"max_recent_checkpoints": 2}, kernels={"tuning": "static"}).sections
+    assert described["kernels"] == "tuning=static"
     assert "max_recent_checkpoints=2" in described["checkpoint"]
     assert described["checkpoint"].endswith("-> the run folder/checkpoints")
     assert described["rng"] == "defaults"

@@ -230,10 +230,13 @@ validation_dataset_second: {{_target_: {LLM}.hellaswag.HellaSwag, path_or_datase
 prewarm: {{mamba_ssd_autotune: true, pipeline_stage_compile: true}}
 embedding_row_repair: {{min_norm: 1.0e-4, max_rows: 256}}
 mfu: {{device: h100, peak_tflops: 1979.0}}
-kernels: {{ssd: triton}}
+kernels: {{backend: triton}}
 kernel_cache: {{trust_group: true}}
 """,
-        [f"section '{name}' is not available yet" for name in ("prewarm", "mfu", "kernels", "kernel_cache")],
+        [
+            *(f"section '{name}' is not available yet" for name in ("prewarm", "mfu", "kernel_cache")),
+            "kernels.backend: 'triton' is not available yet",
+        ],
     ),
     "launchers": (
         f"{TRAINING}{MODEL}{TEXT}slurm: {{nodes: 2, account: a}}\nskypilot: {{cloud: aws, accelerators: 'H100:8'}}\n",

@@ -61,7 +61,6 @@ NOT_BUILT = {
     "skypilot": {"job_name": "x"},
     "slurm": {"nodes": 2},
     "mfu": {"enabled": True},
-    "kernels": {"backend": "triton"},
     "kernel_cache": {"enabled": True},
     "teacher_model": {"pretrained_model_name_or_path": "x"},
     "kd_ratio": 0.5,

@@ -74,7 +74,8 @@ def main() -> None:
     triton.knobs.compilation.listener = listen
     for dtype, count in ((torch.bfloat16, 1000), (torch.bfloat16, 17), (torch.float32, 1)):
         x = torch.zeros(1024, dtype=dtype)
-        scale_kernel[(triton.cdiv(count, 256),)](x, x, count, 0.25, SQUARE=True, BLOCK=256, num_warps=2, num_stages=1)
+        grid = (triton.cdiv(count, 256),)
+        scale_kernel.fn[grid](x, x, count, 0.25, SQUARE=True, BLOCK=256, num_warps=2, num_stages=1)
     launches = ctypes.CDLL("libcuda.so.1").stub_launches()
     sys.stdout.write(json.dumps({"binaries": binaries, "launches": launches}) + "\n")
 
