@@ -163,7 +163,7 @@ def gradient_step(
 
 @tuned(
     space=spaces.GDN_GRADIENT_SCAN,
-    key=("q_ptr", "HEAD_K", "HEAD_V", "BLOCK_K", "CHUNK", "VARLEN", "ALIGNED"),
+    key=("q_ptr", "HEAD_K", "HEAD_V", "BLOCK_K", "CHUNK", "HAS_INITIAL", "VARLEN", "ALIGNED"),
     outputs=("dv_ptr", "gradients_ptr", "dinitial_ptr"),
 )
 @triton.jit(

@@ -199,7 +199,9 @@ def scan_kernel(
         # Beyond the end as at it, so that every difference that is used below is <= 0.
         decay_last = tl.load(decay_ptr + last)
         decay = tl.load(decay_ptr + offs_t, mask=mask_t, other=decay_last)
-        within = tl.load(decay_ptr + first - 1, mask=(first - start) % BLOCK_TOKENS != 0, other=0.0)
+        within = 0.0
+        if BLOCK_T < BLOCK_TOKENS:
+            within = tl.load(decay_ptr + first - 1, mask=(first - start) % BLOCK_TOKENS != 0, other=0.0)
         pairs = causal
         from_start = tl.exp(decay - within)
         weight = tl.exp(decay_last - decay)

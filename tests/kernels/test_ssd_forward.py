@@ -155,7 +155,7 @@ class TestDocumentsByNumber:
 
     def test_runs_count_the_borders_of_a_chunk(self):
         places = (0, 3, 3 + 64, 255, 256, 300, 512)
-        given = inputs(seqlen=600, heads=3) | {"seq_idx": borders(*places, seqlen=600)}
+        given = inputs(seqlen=600, heads=2, dim=16) | {"seq_idx": borders(*places, seqlen=600)}
         runs = ssd_forward_triton(**given, save=True).runs
         expected = [sum(t // CHUNK * CHUNK <= place <= t for place in places if place > 0) for t in range(600)]
         assert runs.dtype == torch.int32
@@ -192,16 +192,10 @@ class TestDocumentsByLength:
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     def test_together_with_numbers_and_without_initial_states(self, dtype):
-        given = inputs(seqlen=400, heads=2, only=("z",)) | {"seq_idx": borders(50, 290, 291, seqlen=400)}
+        given = inputs(seqlen=400, heads=1, only=("z",)) | {"seq_idx": borders(50, 290, 291, seqlen=400)}
         given["cu_seqlens"] = torch.tensor([0, 50, 50, 300, 400], dtype=dtype)
         got = check(given)
-        assert torch.equal(got.final_states[1], torch.zeros(2, 32, 16))
-
-    def test_more_than_are_searched_at_once(self):
-        lengths = [0, 2] + 126 * [0] + [1, 0, 3]
-        bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        given = inputs(seqlen=sum(lengths), heads=1, dim=16, seqs=len(lengths), only=("initial_states",))
-        check(given | {"cu_seqlens": bounds})
+        assert torch.equal(got.final_states[1], torch.zeros(1, 32, 16))
 
 
 class TestSaved:
@@ -323,9 +317,14 @@ class TestLayouts:
         for name in ("x", "dt", "A", "B", "C", *options):
             given[name] = LAYOUTS[layout](given[name])
         got = check(given)
-        tolerance = TOLERANCES[dtype]
         # Tiles of other shapes add in another order.
-        torch.testing.assert_close(got.out, expected.out, rtol=10 * tolerance, atol=tolerance)
+        assert relative_rms(got.out, expected.out) <= TOLERANCES[dtype]
+
+    def test_unaligned_documents(self):
+        # Their tiles are shorter than a block of the decay.
+        given = inputs(seqlen=300, heads=1, dim=16, only=("z", "initial_states"))
+        given["seq_idx"] = borders(1, 31, 32, 33, 47, 64, 257, 290, seqlen=300)
+        check(given | {"B": inside(given["B"])})
 
     def test_slices_of_one_projection_stay_aligned(self):
         given = inputs(seqlen=70, heads=2, groups=1, dim=64, state=64, dtype=torch.float16)
