@@ -153,32 +153,29 @@ def scan_kernel(
     number = pid // num_heads // (HEAD_DIM // DIMS)
     seq, index, begin, end = find_span(cu_seqlens_ptr, num_seqs, seqlen, number, segment, VARLEN)
     start = begin + index * segment
-    # Tokens are counted from the segment's start, which all pointers absorb: the loop needs no other place.
-    length = tl.minimum(segment, end - start)
+    stop = tl.minimum(start + segment, end)
     chunk = spans_before(cu_seqlens_ptr, seqlen, seq, CHUNK_TOKENS, VARLEN) + index * (segment // CHUNK_TOKENS)
 
     batch = head * 0 if VARLEN else seq.to(tl.int64)
     group = head // heads_per_group
-    row = (batch * num_heads + head) * seqlen + start
+    row = (batch * num_heads + head) * seqlen
     dts_ptr += row
     decay_ptr += row
-    runs_ptr += batch * seqlen + start
-    x_ptr += batch * stride_x_batch + start * stride_x_token + head * stride_x_head
-    z_ptr += batch * stride_z_batch + start * stride_z_token + head * stride_z_head
-    B_ptr += batch * stride_B_batch + start * stride_B_token + group * stride_B_group
-    C_ptr += batch * stride_C_batch + start * stride_C_token + group * stride_C_group
+    runs_ptr += batch * seqlen
+    x_ptr += batch * stride_x_batch + head * stride_x_head
+    z_ptr += batch * stride_z_batch + head * stride_z_head
+    B_ptr += batch * stride_B_batch + group * stride_B_group
+    C_ptr += batch * stride_C_batch + group * stride_C_group
     stride_out_token = num_heads.to(tl.int64) * HEAD_DIM
-    offset_out = (batch * seqlen + start) * stride_out_token + head * HEAD_DIM
-    out_ptr += offset_out
-    out_ungated_ptr += offset_out
+    out_ptr += batch * seqlen * stride_out_token + head * HEAD_DIM
+    out_ungated_ptr += batch * seqlen * stride_out_token + head * HEAD_DIM
 
     offs_p = pid_p * DIMS + tl.arange(0, DIMS)
     offs_n = tl.arange(0, BLOCK_N)
     mask_n = (offs_n < STATE_DIM)[None, :]
     state_ptrs = state_pointers(states_ptr, number, head, num_heads, offs_p, offs_n, HEAD_DIM, STATE_DIM)
-    entered = (length > 0) & ((index > 0) | (has_initial != 0))
+    entered = (start < stop) & ((index > 0) | (has_initial != 0))
     state = tl.trans(tl.load(state_ptrs, mask=mask_n & entered, other=0.0)).to(tl.float32)
-    ends = (save_final != 0) & (length > 0) & (start + length == end)
     skip = 0.0
     if HAS_D:
         if D_PER_CHANNEL:
@@ -188,15 +185,15 @@ def scan_kernel(
 
     tile = tl.arange(0, BLOCK_T)
     causal = tile[:, None] >= tile[None, :]
-    for first in range(0, length, BLOCK_T):
-        if (save_chunks != 0) & (first % CHUNK_TOKENS == 0):
-            place = chunk + first // CHUNK_TOKENS
+    for first in range(start, stop, BLOCK_T):
+        if (save_chunks != 0) & ((first - start) % CHUNK_TOKENS == 0):
+            place = chunk + (first - start) // CHUNK_TOKENS
             kept_ptrs = state_pointers(chunk_states_ptr, place, head, num_heads, offs_p, offs_n, HEAD_DIM, STATE_DIM)
             tl.store(kept_ptrs, tl.trans(state.to(chunk_states_ptr.dtype.element_ty)), mask=mask_n)
 
         offs_t = first + tile
-        mask_t = offs_t < length
-        last = tl.minimum(first + BLOCK_T, length) - 1
+        mask_t = offs_t < stop
+        last = tl.minimum(first + BLOCK_T, stop) - 1
         wide_t = offs_t.to(tl.int64)
         dts = tl.load(dts_ptr + offs_t, mask=mask_t, other=0.0)
         # Beyond the end as at it, so that every difference that is used below is <= 0.
@@ -204,7 +201,7 @@ def scan_kernel(
         decay = tl.load(decay_ptr + offs_t, mask=mask_t, other=decay_last)
         within = 0.0
         if BLOCK_T < BLOCK_TOKENS:
-            within = tl.load(decay_ptr + first - 1, mask=first % BLOCK_TOKENS != 0, other=0.0)
+            within = tl.load(decay_ptr + first - 1, mask=(first - start) % BLOCK_TOKENS != 0, other=0.0)
         pairs = causal
         from_start = tl.exp(decay - within)
         weight = tl.exp(decay_last - decay)
@@ -212,7 +209,7 @@ def scan_kernel(
         if PACKED:
             run = tl.load(runs_ptr + offs_t, mask=mask_t, other=0)
             run_last = tl.load(runs_ptr + last)
-            run_before = tl.load(runs_ptr + first - 1, mask=first % CHUNK_TOKENS != 0, other=0)
+            run_before = tl.load(runs_ptr + first - 1, mask=(first - start) % CHUNK_TOKENS != 0, other=0)
             pairs = pairs & (run[:, None] == run[None, :])
             from_start = tl.where(run == run_before, from_start, 0.0)
             weight = tl.where(run == run_last, weight, 0.0)
@@ -246,7 +243,7 @@ def scan_kernel(
         out_ptrs = tile_pointers(out_ptr, wide_t, stride_out_token, offs_p, 1, True)
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask_t[:, None])
 
-    if ends:
+    if (save_final != 0) & (start < stop) & (stop == end):
         final_ptrs = state_pointers(final_states_ptr, seq, head, num_heads, offs_p, offs_n, HEAD_DIM, STATE_DIM)
         tl.store(final_ptrs, tl.trans(state), mask=mask_n)
 

@@ -265,7 +265,6 @@ def _gdn_walk(block_v: int, *, num_warps: int = 4, num_stages: int = 1) -> Confi
 
 _GDN_NVIDIA = tuple(target.name for target in TARGETS.values() if target.backend == "cuda")
 _GDN_FP32 = (torch.float32,)
-_GDN_16_BITS = (torch.bfloat16, torch.float16)
 
 GDN_SCAN = Space(
     name="gdn_scan",
@@ -344,9 +343,9 @@ GDN_GRADIENT_MAPS = Space(
             targets=_GDN_NVIDIA,
             dtypes=_GDN_FP32,
             flags={"BLOCK_K": 256},
-            accepted_stack=2048,
+            accepted_stack=1408,
         ),
-        Candidates(configs=(_gdn_walk(16, num_warps=16),), targets=_GDN_NVIDIA, dtypes=_GDN_FP32, accepted_stack=1024),
+        Candidates(configs=(_gdn_walk(16, num_warps=16),), targets=_GDN_NVIDIA, dtypes=_GDN_FP32, accepted_stack=256),
         Candidates(configs=(_gdn_walk(16),), targets=("gfx942",)),
         Candidates(
             configs=(_gdn_walk(16, num_warps=8),), targets=_GDN_NVIDIA, flags={"BLOCK_K": 256}, accepted_stack=64
@@ -363,52 +362,15 @@ GDN_GRADIENT_MAPS = Space(
 GDN_CHUNK_BACKWARD = Space(
     name="gdn_chunk_backward",
     candidates=(
-        # sm_89 has no room for 32 tokens of this width.
-        Candidates(
-            configs=(_gdn_walk(16, num_warps=16),),
-            targets=("sm_80", "sm_90", "sm_100"),
-            dtypes=_GDN_FP32,
-            flags={"BLOCK_K": 256},
-            accepted_stack=4608,
-        ),
-        Candidates(
-            configs=(_gdn_walk(16, num_warps=8),),
-            targets=("sm_89",),
-            dtypes=_GDN_FP32,
-            flags={"BLOCK_K": 256, "CHUNK": 16},
-            accepted_stack=2048,
-        ),
-        *(
-            Candidates(
-                configs=(_gdn_walk(16, num_warps=16),),
-                targets=_GDN_NVIDIA,
-                dtypes=_GDN_FP32,
-                flags={"BLOCK_K": block_k},
-                accepted_stack=2048,
-            )
-            for block_k in (16, 32, 64, 128)
-        ),
-        Candidates(configs=(_gdn_walk(16),), targets=("gfx942",), dtypes=_GDN_FP32, accepted_stack=2560),
+        Candidates(configs=(_gdn_walk(16, num_warps=16),), targets=_GDN_NVIDIA, dtypes=_GDN_FP32, accepted_stack=3072),
         Candidates(configs=(_gdn_walk(16),), targets=("gfx942",), accepted_stack=1024),
         Candidates(
-            configs=(_gdn_walk(16, num_warps=8),),
-            targets=_GDN_NVIDIA,
-            dtypes=_GDN_16_BITS,
-            flags={"BLOCK_K": 256},
-            accepted_stack=1536,
+            configs=(_gdn_walk(16, num_warps=8),), targets=_GDN_NVIDIA, flags={"BLOCK_K": 256}, accepted_stack=1536
         ),
-        Candidates(
-            configs=(_gdn_walk(16),),
-            targets=_GDN_NVIDIA,
-            flags={"ALIGNED": False},
-            dtypes=_GDN_16_BITS,
-            accepted_stack=1024,
-        ),
-        Candidates(configs=(_gdn_walk(16),), targets=("sm_80", "sm_89"), dtypes=_GDN_16_BITS, accepted_stack=768),
-        Candidates(
-            configs=(_gdn_walk(16, num_stages=3),), targets=("sm_90",), dtypes=_GDN_16_BITS, accepted_stack=1024
-        ),
-        Candidates(configs=(_gdn_walk(32),), targets=("sm_100",), dtypes=_GDN_16_BITS, accepted_stack=1024),
+        Candidates(configs=(_gdn_walk(16),), targets=_GDN_NVIDIA, flags={"ALIGNED": False}, accepted_stack=1024),
+        Candidates(configs=(_gdn_walk(16),), targets=("sm_80", "sm_89"), accepted_stack=768),
+        Candidates(configs=(_gdn_walk(16, num_stages=3),), targets=("sm_90",), accepted_stack=1024),
+        Candidates(configs=(_gdn_walk(32),), targets=("sm_100",), accepted_stack=1024),
     ),
 )
 """Sums for dq, dk and pairs fill the registers, and what waits for the end of a walk over V lies on the stack. These
